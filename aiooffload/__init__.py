@@ -1,0 +1,60 @@
+"""Await CUDA kernels from asyncio, on a pool of streams; the same program runs without a GPU.
+
+Layers, each importing only what stands to its right::
+
+    offload -> engine -> rules, operation, drivers.api, _native -> types, errors
+
+``offload.py`` is what a program holds, ``kernel.py`` and ``buffer.py`` are what it passes in,
+``operation.py`` is what it gets back. ``engine/`` runs one device under one loop, ``rules/``
+decides and does no I/O, ``drivers/`` are the devices (``cuda`` is the only place that imports
+``cuda.*``), ``_native/`` is the C extension.
+"""
+
+from aiooffload.buffer import Buffer, PinnedArray
+from aiooffload.drivers.api import DeviceProperties
+from aiooffload.engine.lanes import Lane
+from aiooffload.errors import (
+    ClosedError,
+    CompileError,
+    DependencyError,
+    DeviceLostError,
+    DeviceUnavailableError,
+    DriverError,
+    HostFunctionError,
+    LaunchError,
+    OffloadError,
+    OffloadTimeout,
+    OutOfMemoryError,
+    UsageError,
+    WouldBlock,
+)
+from aiooffload.kernel import In, InOut, Kernel, Out, kernel
+from aiooffload.offload import Offload
+from aiooffload.operation import Operation
+
+__all__ = [
+    "Buffer",
+    "ClosedError",
+    "CompileError",
+    "DependencyError",
+    "DeviceLostError",
+    "DeviceProperties",
+    "DeviceUnavailableError",
+    "DriverError",
+    "HostFunctionError",
+    "In",
+    "InOut",
+    "Kernel",
+    "Lane",
+    "LaunchError",
+    "Offload",
+    "OffloadError",
+    "OffloadTimeout",
+    "Operation",
+    "Out",
+    "OutOfMemoryError",
+    "PinnedArray",
+    "UsageError",
+    "WouldBlock",
+    "kernel",
+]

@@ -1,0 +1,44 @@
+"""The C extension: what has to run without the interpreter, or costs a microsecond too much in it.
+
+One file per thing in C: ``word.c`` (64-bit words shared with a device), ``operation.c`` (the
+awaitable's core), ``board.c`` (completion slots and the operations waiting on them), ``plan.c``
+(a launch's geometry and its running time estimate), ``pack.c`` (kernel parameters), ``clock.c``
+(timerfd), ``cuda_stream.c`` (the launch path and the wake on a GPU) and ``host_stream.c`` (the
+host device's streams).
+"""
+
+from aiooffload._native._core import (
+    Board,
+    CudaEvent,
+    CudaStream,
+    HostContext,
+    HostEvent,
+    HostStream,
+    LaneQueue,
+    LaunchPlan,
+    Operation,
+    Timer,
+    Word,
+    cuda_initialise,
+    now_ns,
+    pack,
+    timer_slack,
+)
+
+__all__ = [
+    "Board",
+    "CudaEvent",
+    "CudaStream",
+    "HostContext",
+    "HostEvent",
+    "HostStream",
+    "LaneQueue",
+    "LaunchPlan",
+    "Operation",
+    "Timer",
+    "Word",
+    "cuda_initialise",
+    "now_ns",
+    "pack",
+    "timer_slack",
+]

@@ -1,0 +1,338 @@
+/* The board: one completion slot per lane, and the operations waiting on it in order.
+ *
+ * A mark on the device stores a lane's next sequence number in its slot. Looking is a load per
+ * lane in flight; one look finishes everything that arrived.
+ */
+#include "native.h"
+
+#define EXACT_NS 20000     /* a look this soon after the last one saw the end as it happened */
+#define BATCH 256          /* operations finished per scan, so that the list fits on the stack */
+#define MAX_SPIN_LANES 256 /* lanes watched while spinning; more are looked at between spins */
+
+/* ---- queue ---- */
+
+static inline uint64_t head_sequence(const AoQueue *q) { return q->issued - q->in_flight + 1; }
+
+static PyObject *queue_push(AoQueue *self, PyObject *arg) {
+    if (!PyObject_TypeCheck(arg, &AoOperation_Type)) {
+        PyErr_SetString(PyExc_TypeError, "push() takes an Operation");
+        return NULL;
+    }
+    if (!self->board || self->in_flight == self->depth) {
+        PyErr_SetString(PyExc_IndexError, "the lane is full or its board is gone");
+        return NULL;
+    }
+    AoOperation *op = (AoOperation *)arg;
+    uint32_t place = (self->head + self->in_flight) % self->depth;
+    self->ring[place] = (AoOperation *)Py_NewRef(op);
+    self->started_ns[place] = ao_now_ns();
+    self->in_flight++;
+    self->issued++;
+    self->board->in_flight++;
+    op->sequence = self->issued;
+    Py_XSETREF(op->queue, Py_NewRef(self));
+    Py_RETURN_NONE;
+}
+
+/* Steals the head from the ring. */
+static AoOperation *queue_pop(AoQueue *self) {
+    AoOperation *op = self->ring[self->head];
+    self->ring[self->head] = NULL;
+    self->head = (self->head + 1) % self->depth;
+    self->in_flight--;
+    if (self->board) self->board->in_flight--;
+    return op;
+}
+
+static int64_t queue_due(const AoQueue *self) {
+    if (!self->in_flight) return 0;
+    AoPlan *plan = (AoPlan *)self->ring[self->head]->plan;
+    int64_t expected = plan ? ao_plan_expected(plan) : 0;
+    if (!expected) return 0;
+    int64_t started = self->started_ns[self->head];
+    return (started > self->last_done_ns ? started : self->last_done_ns) + expected;
+}
+
+static PyObject *queue_due_ns(AoQueue *self, PyObject *Py_UNUSED(ignored)) {
+    return PyLong_FromLongLong(queue_due(self));
+}
+
+static PyObject *queue_operations(AoQueue *self, PyObject *Py_UNUSED(ignored)) {
+    PyObject *list = PyList_New(self->in_flight);
+    if (!list) return NULL;
+    for (uint32_t i = 0; i < self->in_flight; i++)
+        PyList_SET_ITEM(list, i, Py_NewRef(self->ring[(self->head + i) % self->depth]));
+    return list;
+}
+
+static int queue_traverse(AoQueue *self, visitproc visit, void *arg) {
+    Py_VISIT(self->slot);
+    for (uint32_t i = 0; self->ring && i < self->in_flight; i++) Py_VISIT(self->ring[(self->head + i) % self->depth]);
+    return 0;
+}
+
+static int queue_clear(AoQueue *self) {
+    while (self->ring && self->in_flight) Py_DECREF(queue_pop(self));
+    return 0;
+}
+
+static void queue_dealloc(AoQueue *self) {
+    PyObject_GC_UnTrack(self);
+    queue_clear(self);
+    PyMem_Free(self->ring);
+    PyMem_Free(self->started_ns);
+    Py_CLEAR(self->slot);
+    PyObject_GC_Del(self);
+}
+
+static PyObject *queue_next_sequence(AoQueue *self, void *Py_UNUSED(c)) {
+    return PyLong_FromUnsignedLongLong(self->issued + 1);
+}
+
+static PyMethodDef queue_methods[] = {
+    {"push", (PyCFunction)queue_push, METH_O, "Take an operation whose mark next_sequence was enqueued."},
+    {"due_ns", (PyCFunction)queue_due_ns, METH_NOARGS, "When the oldest operation is expected to be done, 0 if unknown."},
+    {"operations", (PyCFunction)queue_operations, METH_NOARGS, "The operations in flight, oldest first."},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef queue_members[] = {
+    {"slot", T_OBJECT, offsetof(AoQueue, slot), READONLY, NULL},
+    {"depth", T_UINT, offsetof(AoQueue, depth), READONLY, NULL},
+    {"in_flight", T_UINT, offsetof(AoQueue, in_flight), READONLY, NULL},
+    {"issued", T_ULONGLONG, offsetof(AoQueue, issued), READONLY, NULL},
+    {"seen", T_ULONGLONG, offsetof(AoQueue, seen), READONLY, NULL},
+    {"load", T_PYSSIZET, offsetof(AoQueue, load), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyGetSetDef queue_getset[] = {
+    {"next_sequence", (getter)queue_next_sequence, NULL, "What the next mark on this stream has to write.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+PyTypeObject AoQueue_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.LaneQueue",
+    .tp_doc = "The operations in flight on one stream, in order, and the slot that says how far it got.",
+    .tp_basicsize = sizeof(AoQueue),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)queue_dealloc,
+    .tp_traverse = (traverseproc)queue_traverse,
+    .tp_clear = (inquiry)queue_clear,
+    .tp_methods = queue_methods,
+    .tp_members = queue_members,
+    .tp_getset = queue_getset,
+};
+
+/* ---- board ---- */
+
+static inline AoQueue *lane_at(const AoBoard *board, Py_ssize_t i) {
+    return (AoQueue *)PyList_GET_ITEM(board->lanes, i);
+}
+
+static void record_duration(const AoBoard *board, AoQueue *lane, int64_t started, AoPlan *plan, int64_t now) {
+    if (lane->last_done_ns > started) started = lane->last_done_ns;
+    if (now - board->looked_ns <= EXACT_NS)
+        ao_plan_record(plan, now - started);
+    else
+        ao_plan_record_between(plan, board->looked_ns - started, now - started);
+}
+
+/* Pops what arrived on one lane into out[]; the caller owns the references. */
+static Py_ssize_t collect_lane(const AoBoard *board, AoQueue *lane, AoOperation **out, Py_ssize_t room, int64_t now) {
+    Py_ssize_t count = 0;
+    uint64_t seen = ao_word_load(lane->slot);
+    lane->seen = seen;
+    int64_t started = lane->started_ns[lane->head];
+    while (lane->in_flight && count < room && ao_reached(seen, head_sequence(lane))) out[count++] = queue_pop(lane);
+    if (count == 0) return 0;
+    /* Of several that arrived together only the sum is known: that teaches nothing about one. */
+    if (count == 1 && out[0]->plan) record_duration(board, lane, started, (AoPlan *)out[0]->plan, now);
+    lane->last_done_ns = now;
+    return count;
+}
+
+static Py_ssize_t collect(AoBoard *board, AoOperation **out) {
+    Py_ssize_t count = 0, lanes = PyList_GET_SIZE(board->lanes);
+    int64_t now = ao_now_ns();
+    for (Py_ssize_t i = 0; i < lanes && count < BATCH; i++) {
+        AoQueue *lane = lane_at(board, i);
+        if (lane->in_flight) count += collect_lane(board, lane, out + count, BATCH - count, now);
+    }
+    board->looked_ns = now;
+    return count;
+}
+
+/* Finishes everything that arrived. Finishing runs Python code, which may push or poll again. */
+static Py_ssize_t drain(AoBoard *board) {
+    AoOperation *arrived[BATCH];
+    Py_ssize_t total = 0, count;
+    do {
+        count = board->in_flight ? collect(board, arrived) : 0;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            ao_operation_arrive(arrived[i]);
+            Py_DECREF(arrived[i]);
+        }
+        total += count;
+    } while (count == BATCH);
+    board->completed += (unsigned long long)total;
+    return total;
+}
+
+/* Looks without the interpreter until any lane's head arrives or the time is over. */
+static void spin(AoBoard *board, int64_t until) {
+    const AoWord *slots[MAX_SPIN_LANES];
+    uint64_t heads[MAX_SPIN_LANES];
+    int watched = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(board->lanes) && watched < MAX_SPIN_LANES; i++) {
+        AoQueue *lane = lane_at(board, i);
+        if (!lane->in_flight) continue;
+        slots[watched] = (AoWord *)Py_NewRef(lane->slot);
+        heads[watched++] = head_sequence(lane);
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    int64_t now;
+    do {
+        for (int i = 0; i < watched; i++)
+            if (ao_reached(ao_word_load(slots[i]), heads[i])) goto arrived;
+        ao_pause();
+        now = ao_now_ns();
+        __atomic_store_n(&board->looked_ns, now, __ATOMIC_RELAXED);
+    } while (now < until);
+arrived:;
+    Py_END_ALLOW_THREADS;
+    for (int i = 0; i < watched; i++) Py_DECREF((PyObject *)slots[i]);
+}
+
+static PyObject *board_poll(AoBoard *self, PyObject *const *args, Py_ssize_t nargs) {
+    long long spin_ns = nargs > 0 ? PyLong_AsLongLong(args[0]) : 0;
+    if (spin_ns == -1 && PyErr_Occurred()) return NULL;
+    Py_ssize_t count = drain(self);
+    if (count == 0 && spin_ns > 0 && self->in_flight) {
+        spin(self, ao_now_ns() + spin_ns);
+        count = drain(self);
+    }
+    return PyLong_FromSsize_t(count);
+}
+
+static PyObject *board_pick(AoBoard *self, PyObject *const *args, Py_ssize_t nargs) {
+    Py_ssize_t first = nargs == 2 ? PyLong_AsSsize_t(args[0]) : -1, last = nargs == 2 ? PyLong_AsSsize_t(args[1]) : -1;
+    if (PyErr_Occurred()) return NULL;
+    if (first < 0 || last > PyList_GET_SIZE(self->lanes) || first >= last) {
+        PyErr_SetString(PyExc_ValueError, "pick(first, last) takes a range of lanes that is not empty");
+        return NULL;
+    }
+    Py_ssize_t span = last - first, best = -1, best_load = PY_SSIZE_T_MAX;
+    Py_ssize_t start = self->rotate++ % span;
+    for (Py_ssize_t k = 0; k < span && best_load > 0; k++) {
+        Py_ssize_t i = first + (start + k) % span;
+        AoQueue *lane = lane_at(self, i);
+        Py_ssize_t load = (Py_ssize_t)lane->in_flight + lane->load;
+        if (load < best_load) best = i, best_load = load;
+    }
+    return PyLong_FromSsize_t(best);
+}
+
+static PyObject *board_add(AoBoard *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"slot", "depth", "sequence", NULL};
+    PyObject *slot;
+    unsigned depth;
+    unsigned long long sequence = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I|K:add", names, &AoWord_Type, &slot, &depth, &sequence)) return NULL;
+    if (depth == 0) {
+        PyErr_SetString(PyExc_ValueError, "depth is at least 1");
+        return NULL;
+    }
+    AoQueue *lane = PyObject_GC_New(AoQueue, &AoQueue_Type);
+    if (!lane) return NULL;
+    memset((char *)lane + sizeof(PyObject), 0, sizeof *lane - sizeof(PyObject));
+    lane->slot = (AoWord *)Py_NewRef(slot);
+    lane->depth = depth;
+    lane->issued = lane->seen = sequence;
+    lane->board = self;
+    lane->ring = PyMem_Calloc(depth, sizeof *lane->ring);
+    lane->started_ns = PyMem_Calloc(depth, sizeof *lane->started_ns);
+    PyObject_GC_Track(lane);
+    if (!lane->ring || !lane->started_ns || PyList_Append(self->lanes, (PyObject *)lane) < 0) {
+        Py_DECREF(lane);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    __atomic_store_n(lane->slot->host, sequence, __ATOMIC_SEQ_CST);
+    return (PyObject *)lane;
+}
+
+static PyObject *board_due_ns(AoBoard *self, PyObject *Py_UNUSED(ignored)) {
+    int64_t earliest = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->lanes); i++) {
+        AoQueue *lane = lane_at(self, i);
+        if (!lane->in_flight) continue;
+        int64_t due = queue_due(lane);
+        if (due && (!earliest || due < earliest)) earliest = due;
+    }
+    return PyLong_FromLongLong(earliest);
+}
+
+static PyObject *board_abandon(AoBoard *self, PyObject *Py_UNUSED(ignored)) {
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(self->lanes); i++) {
+        AoQueue *lane = lane_at(self, i);
+        while (lane->in_flight) {
+            AoOperation *op = queue_pop(lane);
+            int status = PyList_Append(list, (PyObject *)op);
+            Py_DECREF(op);
+            if (status < 0) {
+                Py_DECREF(list);
+                return NULL;
+            }
+        }
+    }
+    return list;
+}
+
+static PyObject *board_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Board", names)) return NULL;
+    AoBoard *self = (AoBoard *)type->tp_alloc(type, 0);
+    if (self && !(self->lanes = PyList_New(0))) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static int board_traverse(AoBoard *self, visitproc visit, void *arg) {
+    Py_VISIT(self->lanes);
+    return 0;
+}
+
+static int board_clear(AoBoard *self) {
+    for (Py_ssize_t i = 0; self->lanes && i < PyList_GET_SIZE(self->lanes); i++) lane_at(self, i)->board = NULL;
+    Py_CLEAR(self->lanes);
+    return 0;
+}
+
+static void board_dealloc(AoBoard *self) {
+    PyObject_GC_UnTrack(self);
+    board_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef board_methods[] = {
+    {"add", (PyCFunction)(void (*)(void))board_add, METH_VARARGS | METH_KEYWORDS, "Add a lane and return its queue."},
+    {"poll", (PyCFunction)(void (*)(void))board_poll, METH_FASTCALL, "Finish every operation whose mark arrived."},
+    {"pick", (PyCFunction)(void (*)(void))board_pick, METH_FASTCALL, "Index of the least busy lane of a range."},
+    {"due_ns", (PyCFunction)board_due_ns, METH_NOARGS, "The earliest known due time over all lanes, 0 if none is known."},
+    {"abandon", (PyCFunction)board_abandon, METH_NOARGS, "Empty every queue, finishing nothing."},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef board_members[] = {
+    {"in_flight", T_PYSSIZET, offsetof(AoBoard, in_flight), READONLY, NULL},
+    {"completed", T_ULONGLONG, offsetof(AoBoard, completed), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+PyTypeObject AoBoard_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.Board",
+    .tp_doc = "All lanes' queues of one Offload; finds what arrived.",
+    .tp_basicsize = sizeof(AoBoard),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = board_new,
+    .tp_dealloc = (destructor)board_dealloc,
+    .tp_traverse = (traverseproc)board_traverse,
+    .tp_clear = (inquiry)board_clear,
+    .tp_methods = board_methods,
+    .tp_members = board_members,
+};

@@ -1,0 +1,474 @@
+/* The launch path on a GPU: streams and events by the driver's own entry points.
+ *
+ * Everything here releases the interpreter around the driver. A callback of somebody else's
+ * that takes the interpreter (Python callbacks through cuLaunchHostFunc do) could otherwise hold
+ * a lock of the driver while it waits for the thread that waits for the driver.
+ *
+ * The caller's current context is put back, and calls that a capturing thread must not make run
+ * with its capture mode relaxed: this is a guest in the caller's thread.
+ *
+ * The wake is `wake_by_eventfd` below: it runs on a thread of the driver's, at an unknown time,
+ * possibly while any other thread holds the interpreter or any lock. One write(2) is all it does.
+ * cuda-bindings before 13.5 wrap the pointer given to cuLaunchHostFunc in a function that takes
+ * the interpreter; that is why the entry point is resolved here.
+ */
+#include "native.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+/* X(return type is CUresult) name in the struct, exported symbol, parameters */
+#define ENTRY_POINTS(X)                                                                                                \
+    X(ctx_get_current, "cuCtxGetCurrent", (void **))                                                                   \
+    X(ctx_push, "cuCtxPushCurrent_v2", (void *))                                                                       \
+    X(ctx_pop, "cuCtxPopCurrent_v2", (void **))                                                                        \
+    X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int *))                                                      \
+    X(launch, "cuLaunchKernel",                                                                                        \
+      (void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **))        \
+    X(launch_ex, "cuLaunchKernelEx", (const void *, void *, void **, void **))                                         \
+    X(batch_memop, "cuStreamBatchMemOp_v2", (void *, unsigned, void *, unsigned))                                      \
+    X(wait_value, "cuStreamWaitValue64_v2", (void *, uint64_t, uint64_t, unsigned))                                    \
+    X(write_value, "cuStreamWriteValue64_v2", (void *, uint64_t, uint64_t, unsigned))                                  \
+    X(host_func, "cuLaunchHostFunc", (void *, void (*)(void *), void *))                                               \
+    X(memcpy_async, "cuMemcpyAsync", (uint64_t, uint64_t, size_t, void *))                                             \
+    X(memset_d8, "cuMemsetD8Async", (uint64_t, unsigned char, size_t, void *))                                         \
+    X(memset_d16, "cuMemsetD16Async", (uint64_t, unsigned short, size_t, void *))                                      \
+    X(memset_d32, "cuMemsetD32Async", (uint64_t, unsigned, size_t, void *))                                            \
+    X(memset_2d32, "cuMemsetD2D32Async", (uint64_t, size_t, unsigned, size_t, size_t, void *))                         \
+    X(event_create, "cuEventCreate", (void **, unsigned))                                                              \
+    X(event_record, "cuEventRecord", (void *, void *))                                                                 \
+    X(event_query, "cuEventQuery", (void *))                                                                           \
+    X(event_destroy, "cuEventDestroy_v2", (void *))                                                                    \
+    X(stream_wait_event, "cuStreamWaitEvent", (void *, void *, unsigned))                                              \
+    X(stream_query, "cuStreamQuery", (void *))                                                                         \
+    X(stream_destroy, "cuStreamDestroy_v2", (void *))
+
+#define DECLARE(name, symbol, parameters) int(*name) parameters;
+static struct { ENTRY_POINTS(DECLARE) } cu; /* all set once cuda_initialise() returned */
+#undef DECLARE
+
+static PyObject *make_error; /* (entry point: str, status: int) -> exception; set with cu */
+
+enum { NOT_READY = 600, EVENT_DISABLE_TIMING = 2, WAIT_GEQ = 0, CAPTURE_RELAXED = 2 };
+
+/* CUstreamBatchMemOpParams, the writeValue member; the union is 48 bytes. */
+typedef union {
+    struct {
+        uint32_t operation;   /* 5: 64-bit write */
+        uint64_t address, value;
+        uint32_t flags;       /* 0: earlier writes of the stream are visible first */
+        uint64_t alias;
+    } write;
+    uint64_t size[6];
+} memop;
+
+/* CUlaunchConfig and its attributes, for clusters and cooperative launches. */
+typedef struct {
+    unsigned id;
+    char pad[4];
+    union {
+        char size[64];
+        unsigned cluster[3];
+        int cooperative;
+    } value;
+} launch_attribute;
+typedef struct {
+    unsigned grid[3], block[3], shared_bytes;
+    void *stream;
+    launch_attribute *attributes;
+    unsigned count;
+} launch_config;
+enum { ATTRIBUTE_COOPERATIVE = 2, ATTRIBUTE_CLUSTER = 4 };
+
+/* cuda_initialise(make_error): resolve the driver's entry points; RuntimeError names one that is missing. */
+PyObject *ao_cuda_initialise(PyObject *Py_UNUSED(module), PyObject *error) {
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL); /* kept for the life of the process */
+    if (!library) return PyErr_Format(PyExc_RuntimeError, "libcuda.so.1: %s", dlerror());
+#define RESOLVE(name, symbol, parameters)                                                                              \
+    *(void **)(&cu.name) = dlsym(library, symbol);                                                                     \
+    if (!cu.name) return PyErr_Format(PyExc_RuntimeError, "the CUDA driver has no %s", symbol);
+    ENTRY_POINTS(RESOLVE)
+#undef RESOLVE
+    Py_XSETREF(make_error, Py_NewRef(error));
+    Py_RETURN_NONE;
+}
+
+static PyObject *fail(const char *entry_point, int status) {
+    PyObject *error = PyObject_CallFunction(make_error, "si", entry_point, status);
+    if (!error) return NULL;
+    PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_DECREF(error);
+    return NULL;
+}
+
+static PyObject *none_or_fail(const char *entry_point, int status) {
+    if (status) return fail(entry_point, status);
+    Py_RETURN_NONE;
+}
+
+/* Makes `context` current if it is not; returns whether leave() has to undo it. */
+static int enter(void *context) {
+    void *current = NULL;
+    if (cu.ctx_get_current(&current) == 0 && current == context) return 0;
+    return cu.ctx_push(context) == 0;
+}
+
+static void leave(int pushed) {
+    void *ignored;
+    if (pushed) cu.ctx_pop(&ignored);
+}
+
+/* Runs CALL in `context` without the interpreter and leaves its CUresult in `status`. */
+#define IN_CONTEXT(context, CALL)                                                                                      \
+    Py_BEGIN_ALLOW_THREADS;                                                                                            \
+    int pushed_ = enter(context);                                                                                      \
+    status = CALL;                                                                                                     \
+    leave(pushed_);                                                                                                    \
+    Py_END_ALLOW_THREADS
+
+#define IN_RELAXED_CONTEXT(context, CALL)                                                                              \
+    Py_BEGIN_ALLOW_THREADS;                                                                                            \
+    int pushed_ = enter(context), mode_ = CAPTURE_RELAXED;                                                             \
+    cu.capture_mode(&mode_);                                                                                           \
+    status = CALL;                                                                                                     \
+    cu.capture_mode(&mode_);                                                                                           \
+    leave(pushed_);                                                                                                    \
+    Py_END_ALLOW_THREADS
+
+static PyObject *query_result(const char *entry_point, int status) {
+    if (status && status != NOT_READY) return fail(entry_point, status);
+    return PyBool_FromLong(status == 0);
+}
+
+/* ---- events ---- */
+
+typedef struct {
+    PyObject_HEAD
+    void *context;
+    void *event;              /* NULL once closed */
+} CudaEvent;
+
+static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"context", NULL};
+    unsigned long long context;
+    int status;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "K:CudaEvent", names, &context)) return NULL;
+    if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
+    CudaEvent *self = (CudaEvent *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->context = (void *)(uintptr_t)context;
+    IN_RELAXED_CONTEXT(self->context, cu.event_create(&self->event, EVENT_DISABLE_TIMING));
+    if (status) {
+        self->event = NULL;
+        Py_DECREF(self);
+        return fail("cuEventCreate", status);
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *event_query(CudaEvent *self, PyObject *Py_UNUSED(ignored)) {
+    int status;
+    IN_RELAXED_CONTEXT(self->context, cu.event_query(self->event));
+    return query_result("cuEventQuery", status);
+}
+
+static PyObject *event_close(CudaEvent *self, PyObject *Py_UNUSED(ignored)) {
+    int status = 0;
+    if (self->event) IN_CONTEXT(self->context, cu.event_destroy(self->event));
+    self->event = NULL;
+    return none_or_fail("cuEventDestroy", status);
+}
+
+/* A handle that nobody closed goes with the process: after a fault no driver call is allowed. */
+static void event_dealloc(CudaEvent *self) { Py_TYPE(self)->tp_free((PyObject *)self); }
+
+static PyObject *event_handle(CudaEvent *self, void *Py_UNUSED(c)) {
+    return PyLong_FromUnsignedLongLong((uintptr_t)self->event);
+}
+
+static PyMethodDef event_methods[] = {
+    {"query", (PyCFunction)event_query, METH_NOARGS, "Whether the work before the last record is done."},
+    {"close", (PyCFunction)event_close, METH_NOARGS, "Destroy it; idempotent."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef event_getset[] = {
+    {"handle", (getter)event_handle, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+PyTypeObject AoCudaEvent_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.CudaEvent",
+    .tp_basicsize = sizeof(CudaEvent),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = event_new,
+    .tp_dealloc = (destructor)event_dealloc,
+    .tp_methods = event_methods,
+    .tp_getset = event_getset,
+};
+
+/* ---- streams ---- */
+
+typedef struct {
+    PyObject_HEAD
+    void *context;
+    void *stream;             /* NULL once closed */
+    memop marks[2];           /* slot then bell: a reader that sees the bell sees the slot */
+    PyObject *slot, *bell;    /* keep the words alive; NULL until bind_marks() */
+} CudaStream;
+
+static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"context", "handle", NULL};
+    unsigned long long context, handle;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK:CudaStream", names, &context, &handle)) return NULL;
+    if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
+    CudaStream *self = (CudaStream *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->context = (void *)(uintptr_t)context;
+    self->stream = (void *)(uintptr_t)handle;
+    return (PyObject *)self;
+}
+
+/* A closed stream's handle is NULL, which the driver takes for the legacy default stream. */
+static int is_closed(const CudaStream *self) {
+    if (!self->stream) PyErr_SetString(PyExc_RuntimeError, "the stream is closed");
+    return !self->stream;
+}
+
+static PyObject *stream_bind_marks(CudaStream *self, PyObject *args) {
+    PyObject *slot, *bell;
+    if (!PyArg_ParseTuple(args, "O!O!:bind_marks", &AoWord_Type, &slot, &AoWord_Type, &bell)) return NULL;
+    Py_XSETREF(self->slot, Py_NewRef(slot));
+    Py_XSETREF(self->bell, Py_NewRef(bell));
+    memset(self->marks, 0, sizeof self->marks);
+    self->marks[0].write.operation = self->marks[1].write.operation = 5;
+    self->marks[0].write.address = ((AoWord *)slot)->device;
+    self->marks[1].write.address = ((AoWord *)bell)->device;
+    self->marks[1].write.value = 1;
+    Py_RETURN_NONE;
+}
+
+/* The interpreter is released; `sequence` goes into the slot, 1 into the bell. */
+static int mark(CudaStream *self, uint64_t sequence) {
+    memop marks[2] = {self->marks[0], self->marks[1]};
+    marks[0].write.value = sequence;
+    return cu.batch_memop(self->stream, 2, marks, 0);
+}
+
+static int launch_with_attributes(CudaStream *self, AoPlan *plan, void **parameters) {
+    launch_attribute attributes[2];
+    launch_config config = {.shared_bytes = plan->shared_bytes, .stream = self->stream, .attributes = attributes};
+    memset(attributes, 0, sizeof attributes);
+    memcpy(config.grid, plan->grid, sizeof config.grid);
+    memcpy(config.block, plan->block, sizeof config.block);
+    if (plan->cluster[0]) {
+        attributes[config.count].id = ATTRIBUTE_CLUSTER;
+        memcpy(attributes[config.count++].value.cluster, plan->cluster, sizeof plan->cluster);
+    }
+    if (plan->cooperative) {
+        attributes[config.count].id = ATTRIBUTE_COOPERATIVE;
+        attributes[config.count++].value.cooperative = 1;
+    }
+    return cu.launch_ex(&config, plan->function, parameters, NULL);
+}
+
+static int launch(CudaStream *self, AoPlan *plan, void **parameters) {
+    if (plan->cooperative || plan->cluster[0]) return launch_with_attributes(self, plan, parameters);
+    return cu.launch(plan->function, plan->grid[0], plan->grid[1], plan->grid[2], plan->block[0], plan->block[1],
+                     plan->block[2], plan->shared_bytes, self->stream, parameters, NULL);
+}
+
+/* Points parameters[i] into a block made by pack(); -1 with an exception if it is not one. */
+static int unpack(PyObject *prepared, void **parameters, uint32_t capacity) {
+    if (!PyBytes_Check(prepared)) {
+        PyErr_SetString(PyExc_TypeError, "a CUDA launch takes packed parameters");
+        return -1;
+    }
+    char *block = PyBytes_AS_STRING(prepared);
+    Py_ssize_t size = PyBytes_GET_SIZE(prepared);
+    uint32_t count = size >= 4 ? ((uint32_t *)block)[0] : 0;
+    if (count > capacity || (count && (Py_ssize_t)(4 + 4 * count) > size)) {
+        PyErr_SetString(PyExc_ValueError, "malformed parameter block");
+        return -1;
+    }
+    for (uint32_t i = 0; i < count; i++) parameters[i] = block + ((uint32_t *)block)[1 + i];
+    return 0;
+}
+
+#define MAX_PARAMETERS 512
+
+static PyObject *stream_enqueue_kernel(CudaStream *self, PyObject *const *args, Py_ssize_t nargs) {
+    void *parameters[MAX_PARAMETERS];
+    if (nargs != 4 || !PyObject_TypeCheck(args[0], &AoPlan_Type)) {
+        PyErr_SetString(PyExc_TypeError, "enqueue_kernel(plan, prepared, operation, sequence)");
+        return NULL;
+    }
+    AoPlan *plan = (AoPlan *)args[0];
+    uint64_t sequence = PyLong_AsUnsignedLongLong(args[3]);
+    if (PyErr_Occurred() || is_closed(self) || unpack(args[1], parameters, MAX_PARAMETERS) < 0) return NULL;
+    int status, marked = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    int pushed = enter(self->context);
+    status = launch(self, plan, parameters);
+    if (!status && sequence) marked = mark(self, sequence);
+    leave(pushed);
+    Py_END_ALLOW_THREADS;
+    if (status) return fail(plan->cooperative || plan->cluster[0] ? "cuLaunchKernelEx" : "cuLaunchKernel", status);
+    return none_or_fail("cuStreamBatchMemOp", marked);
+}
+
+static PyObject *stream_enqueue_mark(CudaStream *self, PyObject *value) {
+    uint64_t sequence = PyLong_AsUnsignedLongLong(value);
+    int status;
+    if (PyErr_Occurred() || is_closed(self)) return NULL;
+    IN_CONTEXT(self->context, mark(self, sequence));
+    return none_or_fail("cuStreamBatchMemOp", status);
+}
+
+static PyObject *stream_enqueue_write(CudaStream *self, PyObject *args) {
+    AoWord *word;
+    unsigned long long value;
+    int status;
+    if (!PyArg_ParseTuple(args, "O!K:enqueue_write", &AoWord_Type, &word, &value) || is_closed(self)) return NULL;
+    IN_CONTEXT(self->context, cu.write_value(self->stream, word->device, value, 0));
+    return none_or_fail("cuStreamWriteValue64", status);
+}
+
+static PyObject *stream_enqueue_wait(CudaStream *self, PyObject *args) {
+    AoWord *word;
+    unsigned long long value;
+    int status;
+    if (!PyArg_ParseTuple(args, "O!K:enqueue_wait", &AoWord_Type, &word, &value) || is_closed(self)) return NULL;
+    IN_CONTEXT(self->context, cu.wait_value(self->stream, word->device, value, WAIT_GEQ));
+    return none_or_fail("cuStreamWaitValue64", status);
+}
+
+static void wake_by_eventfd(void *descriptor) {
+    uint64_t one = 1;
+    ssize_t ignored = write((int)(intptr_t)descriptor, &one, sizeof one); /* fails only when full, which wakes too */
+    (void)ignored;
+}
+
+static PyObject *stream_enqueue_wake(CudaStream *self, PyObject *value) {
+    long descriptor = PyLong_AsLong(value);
+    int status;
+    if ((descriptor == -1 && PyErr_Occurred()) || is_closed(self)) return NULL;
+    IN_CONTEXT(self->context, cu.host_func(self->stream, wake_by_eventfd, (void *)(intptr_t)descriptor));
+    return none_or_fail("cuLaunchHostFunc", status);
+}
+
+static PyObject *stream_enqueue_copy(CudaStream *self, PyObject *args) {
+    unsigned long long destination, source, nbytes;
+    int status = 0;
+    if (!PyArg_ParseTuple(args, "KKK:enqueue_copy", &destination, &source, &nbytes) || is_closed(self)) return NULL;
+    if (nbytes) IN_CONTEXT(self->context, cu.memcpy_async(destination, source, nbytes, self->stream));
+    return none_or_fail("cuMemcpyAsync", status);
+}
+
+/* The driver fills with 1, 2 or 4 bytes; longer patterns are one strided fill per 4 bytes. */
+static int fill(CudaStream *self, uint64_t address, const char *pattern, size_t width, size_t count) {
+    uint32_t part;
+    if (width == 1) return cu.memset_d8(address, (unsigned char)pattern[0], count, self->stream);
+    if (width == 2) {
+        uint16_t half;
+        memcpy(&half, pattern, 2);
+        return cu.memset_d16(address, half, count, self->stream);
+    }
+    int uniform = 1;
+    for (size_t i = 4; i < width; i += 4) uniform &= memcmp(pattern, pattern + i, 4) == 0;
+    memcpy(&part, pattern, 4);
+    if (uniform) return cu.memset_d32(address, part, count * (width / 4), self->stream);
+    for (size_t i = 0; i < width; i += 4) {
+        memcpy(&part, pattern + i, 4);
+        int status = cu.memset_2d32(address + i, width, part, 1, count, self->stream);
+        if (status) return status;
+    }
+    return 0;
+}
+
+static PyObject *stream_enqueue_fill(CudaStream *self, PyObject *args) {
+    unsigned long long address, count;
+    const char *pattern;
+    Py_ssize_t width;
+    int status = 0;
+    if (!PyArg_ParseTuple(args, "Ky#K:enqueue_fill", &address, &pattern, &width, &count) || is_closed(self)) return NULL;
+    if (width != 1 && width != 2 && width != 4 && width != 8 && width != 16)
+        return PyErr_Format(PyExc_ValueError, "a pattern has 1, 2, 4, 8 or 16 bytes, not %zd", width);
+    if (count) IN_CONTEXT(self->context, fill(self, address, pattern, (size_t)width, count));
+    return none_or_fail("cuMemsetAsync", status);
+}
+
+static CudaEvent *as_event(PyObject *value) {
+    if (!PyObject_TypeCheck(value, &AoCudaEvent_Type) || !((CudaEvent *)value)->event) {
+        PyErr_SetString(PyExc_TypeError, "not an open CudaEvent");
+        return NULL;
+    }
+    return (CudaEvent *)value;
+}
+
+static PyObject *stream_enqueue_record(CudaStream *self, PyObject *value) {
+    CudaEvent *event = as_event(value);
+    int status;
+    if (!event || is_closed(self)) return NULL;
+    IN_CONTEXT(self->context, cu.event_record(event->event, self->stream));
+    return none_or_fail("cuEventRecord", status);
+}
+
+static PyObject *stream_enqueue_wait_event(CudaStream *self, PyObject *value) {
+    CudaEvent *event = as_event(value);
+    int status;
+    if (!event || is_closed(self)) return NULL;
+    IN_CONTEXT(self->context, cu.stream_wait_event(self->stream, event->event, 0));
+    return none_or_fail("cuStreamWaitEvent", status);
+}
+
+static PyObject *stream_query(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
+    int status;
+    if (is_closed(self)) return NULL;
+    IN_RELAXED_CONTEXT(self->context, cu.stream_query(self->stream));
+    return query_result("cuStreamQuery", status);
+}
+
+static PyObject *stream_close(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
+    int status = 0;
+    if (self->stream) IN_CONTEXT(self->context, cu.stream_destroy(self->stream));
+    self->stream = NULL;
+    return none_or_fail("cuStreamDestroy", status);
+}
+
+static void stream_dealloc(CudaStream *self) {
+    Py_CLEAR(self->slot);
+    Py_CLEAR(self->bell);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *stream_handle(CudaStream *self, void *Py_UNUSED(c)) {
+    return PyLong_FromUnsignedLongLong((uintptr_t)self->stream);
+}
+
+static PyMethodDef stream_methods[] = {
+    {"bind_marks", (PyCFunction)stream_bind_marks, METH_VARARGS, "Name the words that marks write."},
+    {"enqueue_kernel", (PyCFunction)(void (*)(void))stream_enqueue_kernel, METH_FASTCALL, "Enqueue a kernel and its mark."},
+    {"enqueue_mark", (PyCFunction)stream_enqueue_mark, METH_O, "Enqueue a completion mark."},
+    {"enqueue_write", (PyCFunction)stream_enqueue_write, METH_VARARGS, "Store a value in a word in stream order."},
+    {"enqueue_wait", (PyCFunction)stream_enqueue_wait, METH_VARARGS, "Hold later work until a word reaches a value."},
+    {"enqueue_wake", (PyCFunction)stream_enqueue_wake, METH_O, "Add 1 to an eventfd in stream order."},
+    {"enqueue_copy", (PyCFunction)stream_enqueue_copy, METH_VARARGS, "Copy between device and registered memory."},
+    {"enqueue_fill", (PyCFunction)stream_enqueue_fill, METH_VARARGS, "Repeat a pattern."},
+    {"enqueue_record", (PyCFunction)stream_enqueue_record, METH_O, "Record an event."},
+    {"enqueue_wait_event", (PyCFunction)stream_enqueue_wait_event, METH_O, "Hold later work until an event is done."},
+    {"query", (PyCFunction)stream_query, METH_NOARGS, "Whether everything enqueued is done."},
+    {"close", (PyCFunction)stream_close, METH_NOARGS, "Destroy it; pending work still runs."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef stream_getset[] = {
+    {"handle", (getter)stream_handle, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+PyTypeObject AoCudaStream_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.CudaStream",
+    .tp_basicsize = sizeof(CudaStream),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = stream_new,
+    .tp_dealloc = (destructor)stream_dealloc,
+    .tp_methods = stream_methods,
+    .tp_getset = stream_getset,
+};

@@ -1,0 +1,122 @@
+/* What the files of the extension share. Each struct's invariants stand beside its fields. */
+#ifndef AIOOFFLOAD_NATIVE_H
+#define AIOOFFLOAD_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <stdint.h>
+#include <time.h>
+
+static inline int64_t ao_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static inline void ao_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Sequence numbers wrap: compare by difference, as the device's GEQ wait does. */
+static inline int ao_reached(uint64_t have, uint64_t want) { return (int64_t)(have - want) >= 0; }
+
+/* ---- word.c: a 64-bit word shared with a device ---- */
+typedef struct {
+    PyObject_HEAD
+    uint64_t *host;           /* valid as long as owner lives */
+    uint64_t device;          /* the device's address of the same word */
+    PyObject *owner;
+} AoWord;
+extern PyTypeObject AoWord_Type;
+
+static inline uint64_t ao_word_load(const AoWord *w) { return __atomic_load_n(w->host, __ATOMIC_ACQUIRE); }
+
+/* host_stream.c: wakes every host stream that waits for a word or an event. Cheap if none does. */
+void ao_host_notify(void);
+
+/* ---- plan.c: geometry of a launch and the running estimate of its duration ---- */
+typedef struct {
+    PyObject_HEAD
+    PyObject *name;           /* str */
+    void *function;           /* CUfunction, NULL on the host */
+    PyObject *callable;       /* host implementation, or NULL */
+    unsigned grid[3], block[3], cluster[3]; /* cluster[0] == 0: none */
+    unsigned shared_bytes;
+    int cooperative;
+    /* Smoothed mean and mean deviation; touched with the interpreter held only. */
+    uint32_t samples;
+    double mean_ns, deviation_ns;
+} AoPlan;
+extern PyTypeObject AoPlan_Type;
+void ao_plan_record(AoPlan *plan, int64_t duration_ns);
+void ao_plan_record_between(AoPlan *plan, int64_t lower_ns, int64_t upper_ns);
+/* Expected duration in ns, or 0 while too few or too scattered samples are known. */
+int64_t ao_plan_expected(const AoPlan *plan);
+
+/* ---- operation.c: the awaitable's core ---- */
+typedef struct {
+    PyObject_HEAD
+    PyObject *loop;           /* never NULL */
+    PyObject *plan;           /* AoPlan or NULL */
+    PyObject *keep;           /* arguments and leases: dropped when finished, not before */
+    PyObject *arrival;        /* called instead of finish() when its mark arrives, or NULL */
+    PyObject *result;         /* set once finished without failure */
+    PyObject *failure;        /* host kernels put theirs here before the mark; final once finished */
+    PyObject *waiters;        /* NULL, one asyncio.Future, or a dict of futures */
+    PyObject *callbacks;      /* NULL or a list of (callable, context) */
+    /* What the engine keeps with it; this file and the board only hold them. NULL reads as None. */
+    PyObject *owner, *name, *lane, *deps, *requires, *prepared, *steps, *stop, *followers;
+    int holds;
+    char streamed;
+    PyObject *weakrefs;
+    PyObject *queue;          /* the AoQueue it was pushed to, or NULL */
+    uint64_t sequence;        /* its mark on that lane; meaningless while queue is NULL */
+    int64_t submitted_ns, finished_ns;
+    char finished;            /* goes from 0 to 1 once; nothing below `keep` changes afterwards */
+    char looked;              /* somebody saw the failure */
+} AoOperation;
+extern PyTypeObject AoOperation_Type, AoWait_Type;
+/* Takes no references. Returns 1 if this call finished it, 0 if it was, -1 with an exception set. */
+int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure);
+/* The mark of `op` was seen: arrival or finish. Errors go to sys.unraisablehook. */
+void ao_operation_arrive(AoOperation *op);
+
+/* ---- board.c: slots and what waits on them ---- */
+typedef struct AoQueue {
+    PyObject_HEAD
+    AoWord *slot;
+    uint64_t issued;          /* sequence of the last push; the mark of push k writes issued_0 + k */
+    uint64_t seen;            /* last value read from the slot; issued - in_flight <= seen <= issued */
+    uint32_t depth, head, in_flight; /* ring[head .. head + in_flight) mod depth */
+    AoOperation **ring;       /* strong references */
+    int64_t *started_ns;      /* per ring place: when it was pushed */
+    int64_t last_done_ns;     /* when the lane last completed something */
+    Py_ssize_t load;          /* operations queued for it on the host */
+    struct AoBoard *board;    /* borrowed: the board outlives its queues' use, it empties them when it goes */
+} AoQueue;
+typedef struct AoBoard {
+    PyObject_HEAD
+    PyObject *lanes;          /* list of AoQueue, grows only */
+    Py_ssize_t in_flight;     /* sum over the lanes */
+    Py_ssize_t rotate;        /* where pick() starts looking */
+    int64_t looked_ns;        /* when poll() last looked: what arrived since has an inexact end */
+    unsigned long long completed;
+} AoBoard;
+extern PyTypeObject AoQueue_Type, AoBoard_Type;
+
+extern PyTypeObject AoTimer_Type;                                   /* clock.c */
+PyObject *ao_timer_slack(PyObject *module, PyObject *value);        /* clock.c */
+extern PyTypeObject AoCudaStream_Type, AoCudaEvent_Type;            /* cuda_stream.c */
+extern PyTypeObject AoHostContext_Type, AoHostEvent_Type, AoHostStream_Type; /* host_stream.c */
+
+PyObject *ao_pack(PyObject *module, PyObject *args);                 /* pack.c */
+PyObject *ao_cuda_initialise(PyObject *module, PyObject *error);     /* cuda_stream.c */
+int ao_operation_module_init(PyObject *module);                                      /* operation.c */
+
+#endif

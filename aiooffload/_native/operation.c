@@ -1,0 +1,469 @@
+/* The core of the awaitable: its state, its outcome, and everybody who waits for it.
+ *
+ * Each `await` gets a future of its own, so that cancelling one wait leaves the operation and the
+ * other waits alone. Futures are a dict from the second one on: removing one of ten thousand is
+ * one look-up.
+ */
+#include "native.h"
+
+static PyObject *s_set_result, *s_done, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler;
+static PyObject *get_running_loop, *copy_context, *cancelled_error;
+
+int ao_operation_module_init(PyObject *module) {
+    (void)module;
+    PyObject *asyncio = PyImport_ImportModule("asyncio"), *contextvars = PyImport_ImportModule("contextvars");
+    if (!asyncio || !contextvars) return -1;
+    get_running_loop = PyObject_GetAttrString(asyncio, "_get_running_loop");
+    cancelled_error = PyObject_GetAttrString(asyncio, "CancelledError");
+    copy_context = PyObject_GetAttrString(contextvars, "copy_context");
+    Py_DECREF(asyncio);
+    Py_DECREF(contextvars);
+    s_set_result = PyUnicode_InternFromString("set_result");
+    s_done = PyUnicode_InternFromString("done");
+    s_create_future = PyUnicode_InternFromString("create_future");
+    s_blocking = PyUnicode_InternFromString("_asyncio_future_blocking");
+    s_call_soon = PyUnicode_InternFromString("call_soon");
+    s_context = PyUnicode_InternFromString("context");
+    s_handler = PyUnicode_InternFromString("call_exception_handler");
+    return get_running_loop && cancelled_error && copy_context && s_handler ? 0 : -1;
+}
+
+/* ---- finishing ---- */
+
+static int wake_future(PyObject *future) {
+    PyObject *done = PyObject_CallMethodNoArgs(future, s_done);
+    if (!done) return -1;
+    int is_done = PyObject_IsTrue(done); /* cancelled, and its task has not run yet */
+    Py_DECREF(done);
+    if (is_done) return is_done < 0 ? -1 : 0;
+    PyObject *ignored = PyObject_CallMethodOneArg(future, s_set_result, Py_None);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
+}
+
+static int schedule_callback(AoOperation *op, PyObject *fn, PyObject *context) {
+    PyObject *method = PyObject_GetAttr(op->loop, s_call_soon);
+    if (!method) return -1;
+    PyObject *args = PyTuple_Pack(2, fn, (PyObject *)op), *kwargs = PyDict_New(), *handle = NULL;
+    if (args && kwargs && PyDict_SetItem(kwargs, s_context, context) == 0) handle = PyObject_Call(method, args, kwargs);
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(handle);
+    Py_DECREF(method);
+    return handle ? 0 : -1;
+}
+
+static int wake_waiters(PyObject *waiters) {
+    if (!PyDict_CheckExact(waiters)) return wake_future(waiters);
+    Py_ssize_t position = 0;
+    PyObject *future, *value;
+    while (PyDict_Next(waiters, &position, &future, &value))
+        if (wake_future(future) < 0) return -1;
+    return 0;
+}
+
+int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure) {
+    if (op->finished) return 0;
+    if (failure && failure != Py_None) Py_XSETREF(op->failure, Py_NewRef(failure));
+    if (!op->failure) Py_XSETREF(op->result, Py_NewRef(result ? result : Py_None));
+    op->finished = 1;
+    op->finished_ns = ao_now_ns();
+    PyObject *waiters = op->waiters, *callbacks = op->callbacks, *keep = op->keep, *arrival = op->arrival;
+    op->waiters = op->callbacks = op->keep = op->arrival = NULL;
+    int status = 1;
+    if (waiters && wake_waiters(waiters) < 0) status = -1;
+    for (Py_ssize_t i = 0; status > 0 && callbacks && i < PyList_GET_SIZE(callbacks); i++) {
+        PyObject *pair = PyList_GET_ITEM(callbacks, i);
+        if (schedule_callback(op, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)) < 0) status = -1;
+    }
+    Py_XDECREF(waiters);
+    Py_XDECREF(callbacks);
+    Py_XDECREF(arrival);
+    Py_XDECREF(keep); /* last: it may free device memory, which runs Python code */
+    return status;
+}
+
+void ao_operation_arrive(AoOperation *op) {
+    if (op->finished) return;
+    if (op->arrival) {
+        PyObject *arrival = Py_NewRef(op->arrival);
+        PyObject *ignored = PyObject_CallOneArg(arrival, (PyObject *)op);
+        Py_DECREF(arrival);
+        if (ignored) {
+            Py_DECREF(ignored);
+            return;
+        }
+        /* An arrival that fails, fails its operation: nobody may wait for ever. */
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        PyErr_NormalizeException(&type, &value, &traceback);
+        if (traceback) PyException_SetTraceback(value, traceback);
+        if (ao_operation_finish(op, NULL, value) < 0) PyErr_WriteUnraisable((PyObject *)op);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return;
+    }
+    if (ao_operation_finish(op, NULL, NULL) < 0) PyErr_WriteUnraisable((PyObject *)op);
+}
+
+/* ---- looking at the outcome ---- */
+
+static PyObject *outcome(AoOperation *op) {
+    if (!op->failure) return Py_NewRef(op->result);
+    op->looked = 1;
+    /* One exception may be raised to many waiters: without this its traceback grows by each. */
+    if (PyException_SetTraceback(op->failure, Py_None) < 0) return NULL;
+    PyErr_SetObject((PyObject *)Py_TYPE(op->failure), op->failure);
+    return NULL;
+}
+
+static PyObject *not_finished(void) {
+    PyErr_SetString(PyExc_RuntimeError, "the operation is not done");
+    return NULL;
+}
+
+static PyObject *operation_outcome(AoOperation *self, PyObject *Py_UNUSED(ignored)) {
+    return self->finished ? outcome(self) : not_finished();
+}
+
+static PyObject *operation_look(AoOperation *self, PyObject *Py_UNUSED(ignored)) {
+    if (!self->finished) return not_finished();
+    self->looked = 1;
+    return Py_NewRef(self->failure ? self->failure : Py_None);
+}
+
+static PyObject *operation_finish(AoOperation *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"result", "failure", NULL};
+    PyObject *result = Py_None, *failure = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:finish", names, &result, &failure)) return NULL;
+    if (failure != Py_None && !PyExceptionInstance_Check(failure)) {
+        PyErr_SetString(PyExc_TypeError, "failure is an exception or None");
+        return NULL;
+    }
+    int status = ao_operation_finish(self, result, failure);
+    return status < 0 ? NULL : PyBool_FromLong(status);
+}
+
+static PyObject *operation_arrive(AoOperation *self, PyObject *Py_UNUSED(ignored)) {
+    ao_operation_arrive(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *operation_add_done_callback(AoOperation *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"fn", "context", NULL};
+    PyObject *fn, *given = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O:add_done_callback", names, &fn, &given)) return NULL;
+    PyObject *context = given == Py_None ? PyObject_CallNoArgs(copy_context) : Py_NewRef(given);
+    if (!context) return NULL;
+    int status = -1;
+    if (self->finished) {
+        status = schedule_callback(self, fn, context);
+    } else if (self->callbacks || (self->callbacks = PyList_New(0))) {
+        PyObject *pair = PyTuple_Pack(2, fn, context);
+        if (pair) status = PyList_Append(self->callbacks, pair);
+        Py_XDECREF(pair);
+    }
+    Py_DECREF(context);
+    if (status < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *operation_remove_done_callback(AoOperation *self, PyObject *fn) {
+    Py_ssize_t removed = 0, kept = 0;
+    if (!self->callbacks) return PyLong_FromLong(0);
+    PyObject *rest = PyList_New(0);
+    if (!rest) return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->callbacks); i++) {
+        PyObject *pair = PyList_GET_ITEM(self->callbacks, i);
+        int same = PyObject_RichCompareBool(PyTuple_GET_ITEM(pair, 0), fn, Py_EQ);
+        if (same < 0 || (!same && (kept++, PyList_Append(rest, pair)) < 0)) {
+            Py_DECREF(rest);
+            return NULL;
+        }
+        removed += same;
+    }
+    Py_SETREF(self->callbacks, rest);
+    return PyLong_FromSsize_t(removed);
+}
+
+/* ---- one await ---- */
+
+typedef struct {
+    PyObject_HEAD
+    AoOperation *op;
+    PyObject *future;         /* NULL until suspended; a key of op->waiters, or op->waiters itself, until woken */
+} AoWait;
+
+static int add_waiter(AoOperation *op, PyObject *future) {
+    if (!op->waiters) {
+        op->waiters = Py_NewRef(future);
+        return 0;
+    }
+    if (!PyDict_CheckExact(op->waiters)) {
+        PyObject *all = PyDict_New();
+        if (!all || PyDict_SetItem(all, op->waiters, Py_None) < 0) {
+            Py_XDECREF(all);
+            return -1;
+        }
+        Py_SETREF(op->waiters, all);
+    }
+    return PyDict_SetItem(op->waiters, future, Py_None);
+}
+
+/* Leaves a pending exception as it was. */
+static void remove_waiter(AoWait *wait) {
+    AoOperation *op = wait->op;
+    if (!wait->future || !op->waiters) return;
+    if (op->waiters == wait->future) {
+        Py_CLEAR(op->waiters);
+    } else if (PyDict_CheckExact(op->waiters)) {
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        if (PyDict_DelItem(op->waiters, wait->future) < 0) PyErr_Clear(); /* was never added or was woken */
+        PyErr_Restore(type, value, traceback);
+    }
+}
+
+static int check_loop(AoOperation *op) {
+    PyObject *running = PyObject_CallNoArgs(get_running_loop);
+    if (!running) return -1;
+    int same = running == op->loop;
+    Py_DECREF(running);
+    if (same) return 0;
+    PyObject *errors = PyImport_ImportModule("aiooffload.errors");
+    PyObject *usage_error = errors ? PyObject_GetAttrString(errors, "UsageError") : NULL;
+    if (usage_error)
+        PyErr_SetString(usage_error,
+                        "this operation belongs to another event loop or thread; await it there, for example through "
+                        "asyncio.run_coroutine_threadsafe(operation.wait(), loop)");
+    Py_XDECREF(usage_error);
+    Py_XDECREF(errors);
+    return -1;
+}
+
+static PyObject *suspend(AoWait *self) {
+    AoOperation *op = self->op;
+    if (check_loop(op) < 0) return NULL;
+    PyObject *future = PyObject_CallMethodNoArgs(op->loop, s_create_future);
+    if (!future) return NULL;
+    if (add_waiter(op, future) < 0 || PyObject_SetAttr(future, s_blocking, Py_True) < 0) {
+        Py_DECREF(future);
+        return NULL;
+    }
+    self->future = Py_NewRef(future);
+    return future;
+}
+
+static PySendResult wait_send(AoWait *self, PyObject *Py_UNUSED(value), PyObject **result) {
+    if (self->op->finished) {
+        *result = outcome(self->op);
+        return *result ? PYGEN_RETURN : PYGEN_ERROR;
+    }
+    if (self->future) {
+        PyErr_SetString(PyExc_RuntimeError, "resumed before the operation was done");
+        *result = NULL;
+        return PYGEN_ERROR;
+    }
+    *result = suspend(self);
+    return *result ? PYGEN_NEXT : PYGEN_ERROR;
+}
+
+static PyObject *wait_iternext(AoWait *self) {
+    PyObject *result;
+    PySendResult status = wait_send(self, Py_None, &result);
+    if (status == PYGEN_RETURN) {
+        /* StopIteration(value) built by hand: a tuple or exception as value must not be unpacked. */
+        PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
+        if (stop) PyErr_SetObject(PyExc_StopIteration, stop);
+        Py_XDECREF(stop);
+        Py_DECREF(result);
+        return NULL;
+    }
+    return result;
+}
+
+static PyObject *wait_py_send(AoWait *self, PyObject *Py_UNUSED(value)) { return wait_iternext(self); }
+
+static PyObject *wait_throw(AoWait *self, PyObject *args) {
+    PyObject *type, *value = NULL, *traceback = NULL;
+    if (!PyArg_ParseTuple(args, "O|OO:throw", &type, &value, &traceback)) return NULL;
+    remove_waiter(self);
+    if (PyExceptionInstance_Check(type)) {
+        PyErr_SetObject((PyObject *)Py_TYPE(type), type);
+    } else {
+        PyErr_SetObject(type, value == Py_None ? NULL : value);
+    }
+    return NULL;
+}
+
+static PyObject *wait_close(AoWait *self, PyObject *Py_UNUSED(ignored)) {
+    remove_waiter(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *operation_await(AoOperation *self) {
+    AoWait *wait = PyObject_GC_New(AoWait, &AoWait_Type);
+    if (!wait) return NULL;
+    wait->op = (AoOperation *)Py_NewRef(self);
+    wait->future = NULL;
+    PyObject_GC_Track(wait);
+    return (PyObject *)wait;
+}
+
+static int wait_traverse(AoWait *self, visitproc visit, void *arg) {
+    Py_VISIT(self->op);
+    Py_VISIT(self->future);
+    return 0;
+}
+
+static void wait_dealloc(AoWait *self) {
+    PyObject_GC_UnTrack(self);
+    if (!self->op->finished) remove_waiter(self);
+    Py_CLEAR(self->future);
+    Py_CLEAR(self->op);
+    PyObject_GC_Del(self);
+}
+
+static PyAsyncMethods wait_async = {.am_send = (sendfunc)wait_send};
+static PyMethodDef wait_methods[] = {
+    {"send", (PyCFunction)wait_py_send, METH_O, NULL},
+    {"throw", (PyCFunction)wait_throw, METH_VARARGS, NULL},
+    {"close", (PyCFunction)wait_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+PyTypeObject AoWait_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.Wait",
+    .tp_basicsize = sizeof(AoWait),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)wait_dealloc,
+    .tp_traverse = (traverseproc)wait_traverse,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)wait_iternext,
+    .tp_as_async = &wait_async,
+    .tp_methods = wait_methods,
+};
+
+/* ---- the type ---- */
+
+static PyObject *operation_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+    AoOperation *self = (AoOperation *)type->tp_alloc(type, 0);
+    if (self) self->loop = Py_NewRef(Py_None);
+    return (PyObject *)self;
+}
+
+static int operation_init(AoOperation *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"loop", "owner", "name", NULL};
+    PyObject *loop, *owner = Py_None, *name = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OO:Operation", names, &loop, &owner, &name)) return -1;
+    Py_XSETREF(self->loop, Py_NewRef(loop));
+    Py_XSETREF(self->owner, Py_NewRef(owner));
+    Py_XSETREF(self->name, Py_NewRef(name));
+    self->submitted_ns = ao_now_ns();
+    return 0;
+}
+
+/* Every object member but the loop, which is never NULL. */
+#define MEMBERS(X)                                                                                                     \
+    X(plan) X(keep) X(arrival) X(result) X(failure) X(waiters) X(callbacks) X(queue) X(owner) X(name) X(lane) X(deps)  \
+    X(requires) X(prepared) X(steps) X(stop) X(followers)
+
+static int operation_traverse(AoOperation *self, visitproc visit, void *arg) {
+    Py_VISIT(self->loop);
+#define VISIT(member) Py_VISIT(self->member);
+    MEMBERS(VISIT)
+#undef VISIT
+    return 0;
+}
+
+static int operation_clear(AoOperation *self) {
+#define CLEAR(member) Py_CLEAR(self->member);
+    MEMBERS(CLEAR)
+#undef CLEAR
+    return 0;
+}
+
+/* A failure that nobody looked at is told to the loop once, as a task's would be. */
+static void operation_finalize(AoOperation *self) {
+    if (!self->finished || !self->failure || self->looked) return;
+    if (PyErr_GivenExceptionMatches(self->failure, cancelled_error)) return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *report = Py_BuildValue("{s:s,s:O,s:O}", "message", "the failure of an offload operation was never retrieved",
+                                     "exception", self->failure, "operation", (PyObject *)self);
+    PyObject *ignored = report ? PyObject_CallMethodOneArg(self->loop, s_handler, report) : NULL;
+    if (!ignored) PyErr_WriteUnraisable((PyObject *)self);
+    Py_XDECREF(ignored);
+    Py_XDECREF(report);
+    PyErr_Restore(type, value, traceback);
+}
+
+static void operation_dealloc(AoOperation *self) {
+    PyObject_GC_UnTrack(self);
+    if (self->weakrefs) PyObject_ClearWeakRefs((PyObject *)self);
+    operation_clear(self);
+    Py_CLEAR(self->loop);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *operation_finished(AoOperation *self, void *Py_UNUSED(c)) { return PyBool_FromLong(self->finished); }
+static PyObject *operation_looked(AoOperation *self, void *Py_UNUSED(c)) { return PyBool_FromLong(self->looked); }
+
+static PyAsyncMethods operation_async = {.am_await = (unaryfunc)operation_await};
+static PyMethodDef operation_methods[] = {
+    {"finish", (PyCFunction)(void (*)(void))operation_finish, METH_VARARGS | METH_KEYWORDS,
+     "Make it done and wake everybody waiting; False if it already was."},
+    {"arrive", (PyCFunction)operation_arrive, METH_NOARGS, "Its mark was seen: run its arrival, or finish it."},
+    {"outcome", (PyCFunction)operation_outcome, METH_NOARGS, "Return the result or raise the failure."},
+    {"look", (PyCFunction)operation_look, METH_NOARGS, "Return the failure or None, marking it as seen."},
+    {"add_done_callback", (PyCFunction)(void (*)(void))operation_add_done_callback, METH_VARARGS | METH_KEYWORDS,
+     "Call fn(operation) soon after it is done, on the loop."},
+    {"remove_done_callback", (PyCFunction)operation_remove_done_callback, METH_O,
+     "Take fn off the callbacks and return how often it was there."},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef operation_members[] = {
+    {"loop", T_OBJECT, offsetof(AoOperation, loop), READONLY, NULL},
+    {"plan", T_OBJECT, offsetof(AoOperation, plan), 0, NULL},
+    {"keep", T_OBJECT, offsetof(AoOperation, keep), 0, NULL},
+    {"arrival", T_OBJECT, offsetof(AoOperation, arrival), 0, NULL},
+    {"failure", T_OBJECT, offsetof(AoOperation, failure), 0, NULL},
+    {"queue", T_OBJECT, offsetof(AoOperation, queue), READONLY, NULL},
+    {"name", T_OBJECT, offsetof(AoOperation, name), READONLY, NULL},
+    {"owner", T_OBJECT, offsetof(AoOperation, owner), READONLY, NULL},
+    {"lane", T_OBJECT, offsetof(AoOperation, lane), 0, NULL},
+    {"deps", T_OBJECT, offsetof(AoOperation, deps), 0, NULL},
+    {"requires", T_OBJECT, offsetof(AoOperation, requires), 0, NULL},
+    {"prepared", T_OBJECT, offsetof(AoOperation, prepared), 0, NULL},
+    {"steps", T_OBJECT, offsetof(AoOperation, steps), 0, NULL},
+    {"stop", T_OBJECT, offsetof(AoOperation, stop), 0, NULL},
+    {"followers", T_OBJECT, offsetof(AoOperation, followers), 0, NULL},
+    {"holds", T_INT, offsetof(AoOperation, holds), 0, NULL},
+    {"streamed", T_BOOL, offsetof(AoOperation, streamed), 0, NULL},
+    {"sequence", T_ULONGLONG, offsetof(AoOperation, sequence), READONLY, NULL},
+    {"submitted_ns", T_LONGLONG, offsetof(AoOperation, submitted_ns), 0, NULL},
+    {"finished_ns", T_LONGLONG, offsetof(AoOperation, finished_ns), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyGetSetDef operation_getset[] = {
+    {"finished", (getter)operation_finished, NULL, NULL, NULL},
+    {"looked", (getter)operation_looked, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+PyTypeObject AoOperation_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.Operation",
+    .tp_doc = "Core of the awaitable operation.",
+    .tp_basicsize = sizeof(AoOperation),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .tp_new = operation_new,
+    .tp_init = (initproc)operation_init,
+    .tp_dealloc = (destructor)operation_dealloc,
+    .tp_finalize = (destructor)operation_finalize,
+    .tp_traverse = (traverseproc)operation_traverse,
+    .tp_clear = (inquiry)operation_clear,
+    .tp_weaklistoffset = offsetof(AoOperation, weakrefs),
+    .tp_as_async = &operation_async,
+    .tp_methods = operation_methods,
+    .tp_members = operation_members,
+    .tp_getset = operation_getset,
+};

@@ -1,0 +1,90 @@
+/* Packing kernel parameters.
+ *
+ * A packed block is self-contained: a uint32 count, a uint32 offset per parameter, and the
+ * values, each at a multiple of 16, which satisfies every alignment CUDA asks for. What this
+ * file does not know how to convert exactly it leaves to Python, which either does it or raises
+ * an error that names the parameter.
+ */
+#include "native.h"
+
+#include <math.h>
+
+static PyObject *s_address;
+
+/* Writes one value; 1 done, 0 not for this path, -1 exception. */
+static int pack_one(char format, PyObject *value, char *out) {
+    if (format == 'P') {
+        PyObject *address = PyObject_GetAttr(value, s_address);
+        if (!address) {
+            if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+            PyErr_Clear();
+            return 0;
+        }
+        uint64_t number = PyLong_AsUnsignedLongLong(address);
+        Py_DECREF(address);
+        if (number == (uint64_t)-1 && PyErr_Occurred()) return -1;
+        memcpy(out, &number, 8);
+        return 1;
+    }
+    if (format == 'd' || format == 'f') {
+        if (!PyFloat_CheckExact(value)) return 0;
+        double number = PyFloat_AS_DOUBLE(value);
+        float narrow = (float)number;
+        if (format == 'd') {
+            memcpy(out, &number, 8);
+        } else if (isinf(narrow) && !isinf(number)) {
+            return 0;
+        } else {
+            memcpy(out, &narrow, 4);
+        }
+        return 1;
+    }
+    if (!PyLong_CheckExact(value)) return 0;
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (overflow) return 0;
+    if (number == -1 && PyErr_Occurred()) return -1;
+    switch (format) {
+        case 'i':
+            if (number < INT32_MIN || number > INT32_MAX) return 0;
+            break;
+        case 'I':
+            if (number < 0 || number > UINT32_MAX) return 0;
+            break;
+        case 'Q':
+            if (number < 0) return 0;
+            break;
+        case 'q':
+            break;
+        default:
+            return 0;
+    }
+    memcpy(out, &number, format == 'i' || format == 'I' ? 4 : 8); /* little-endian, as every CUDA host */
+    return 1;
+}
+
+/* pack(formats: bytes, arguments: tuple) -> bytes, or None if one needs the slow path */
+PyObject *ao_pack(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *formats;
+    Py_ssize_t count;
+    PyObject *arguments;
+    if (!s_address && !(s_address = PyUnicode_InternFromString("address"))) return NULL;
+    if (!PyArg_ParseTuple(args, "y#O!:pack", &formats, &count, &PyTuple_Type, &arguments)) return NULL;
+    if (PyTuple_GET_SIZE(arguments) != count) Py_RETURN_NONE;
+    Py_ssize_t header = ((4 + 4 * count) + 15) / 16 * 16, total = header + 16 * count;
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, total);
+    if (!packed) return NULL;
+    char *out = PyBytes_AS_STRING(packed);
+    memset(out, 0, (size_t)total);
+    ((uint32_t *)out)[0] = (uint32_t)count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t offset = (uint32_t)(header + 16 * i);
+        ((uint32_t *)out)[1 + i] = offset;
+        int status = pack_one(formats[i], PyTuple_GET_ITEM(arguments, i), out + offset);
+        if (status > 0) continue;
+        Py_DECREF(packed);
+        if (status < 0) return NULL;
+        Py_RETURN_NONE;
+    }
+    return packed;
+}

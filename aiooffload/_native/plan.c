@@ -1,0 +1,168 @@
+/* The geometry of a launch, and a running estimate of how long it takes.
+ *
+ * The estimate is what lets the loop sleep until shortly before a completion is due. It is fed
+ * by the board with one of two kinds of sample:
+ *   exact     the board was looking all the time, so the duration is known;
+ *   censored  the board came back from a sleep and the mark was there: the true end lies
+ *             somewhere in (lower, upper).
+ * A late wake must not teach a longer duration, or the estimate would drift up for ever: a
+ * censored sample that agrees with the mean lowers it a little, until the loop wakes early
+ * enough to see the end exactly.
+ */
+#include "native.h"
+
+#define DOWN 0.5           /* weight of an exact sample below the mean: follow a faster kernel at once */
+#define UP 0.125           /* weight of one above it: one disturbed launch must not delay the next wake */
+#define PROBE 0.03         /* what a censored sample takes off the mean */
+#define SCATTER_LIMIT 0.25 /* mean deviation over mean above which nothing is predicted */
+#define MIN_SAMPLES 2
+
+void ao_plan_record(AoPlan *plan, int64_t duration_ns) {
+    double sample = (double)(duration_ns > 0 ? duration_ns : 0);
+    if (plan->samples == 0) {
+        plan->mean_ns = sample;
+        plan->deviation_ns = 0.0;
+    } else {
+        double error = sample - plan->mean_ns;
+        plan->mean_ns += error * (error < 0 ? DOWN : UP);
+        plan->deviation_ns += ((error < 0 ? -error : error) - plan->deviation_ns) * UP;
+    }
+    if (plan->samples < UINT32_MAX) plan->samples++;
+}
+
+void ao_plan_record_between(AoPlan *plan, int64_t lower_ns, int64_t upper_ns) {
+    double lower = (double)(lower_ns > 0 ? lower_ns : 0), upper = (double)upper_ns;
+    if (plan->samples == 0 || plan->mean_ns > upper) {
+        plan->mean_ns = upper * (1.0 - PROBE);
+    } else if (plan->mean_ns < lower) {
+        plan->mean_ns += (lower - plan->mean_ns) * DOWN;
+    } else {
+        double probed = plan->mean_ns * (1.0 - PROBE);
+        plan->mean_ns = probed > lower ? probed : lower;
+    }
+    if (plan->samples < UINT32_MAX) plan->samples++;
+}
+
+int64_t ao_plan_expected(const AoPlan *plan) {
+    if (plan->samples < MIN_SAMPLES || plan->deviation_ns > SCATTER_LIMIT * plan->mean_ns) return 0;
+    double expected = plan->mean_ns - plan->deviation_ns;
+    return expected > 1.0 ? (int64_t)expected : 1;
+}
+
+static int triple(PyObject *value, unsigned out[3], const char *what) {
+    if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != 3) {
+        PyErr_Format(PyExc_TypeError, "%s is a tuple of 3 integers", what);
+        return -1;
+    }
+    for (int i = 0; i < 3; i++) {
+        unsigned long number = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(value, i));
+        if (number == (unsigned long)-1 && PyErr_Occurred()) return -1;
+        if (number > UINT32_MAX) {
+            PyErr_Format(PyExc_ValueError, "%s has a number beyond 32 bits", what);
+            return -1;
+        }
+        out[i] = (unsigned)number;
+    }
+    return 0;
+}
+
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"name", "function", "callable", "grid", "block", "shared_bytes", "cluster", "cooperative", NULL};
+    PyObject *name, *callable, *grid, *block, *cluster;
+    unsigned long long function;
+    unsigned shared_bytes;
+    int cooperative;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UKOOOIOp:LaunchPlan", names, &name, &function, &callable, &grid,
+                                     &block, &shared_bytes, &cluster, &cooperative))
+        return NULL;
+    AoPlan *self = (AoPlan *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->name = Py_NewRef(name);
+    self->function = (void *)(uintptr_t)function;
+    self->callable = callable == Py_None ? NULL : Py_NewRef(callable);
+    self->shared_bytes = shared_bytes;
+    self->cooperative = cooperative;
+    if (triple(grid, self->grid, "grid") < 0 || triple(block, self->block, "block") < 0 ||
+        (cluster != Py_None && triple(cluster, self->cluster, "cluster") < 0)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int plan_traverse(AoPlan *self, visitproc visit, void *arg) {
+    Py_VISIT(self->callable);
+    return 0;
+}
+
+static int plan_clear(AoPlan *self) {
+    Py_CLEAR(self->callable);
+    return 0;
+}
+
+static void plan_dealloc(AoPlan *self) {
+    PyObject_GC_UnTrack(self);
+    plan_clear(self);
+    Py_CLEAR(self->name);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *plan_py_record(AoPlan *self, PyObject *value) {
+    long long duration = PyLong_AsLongLong(value);
+    if (duration == -1 && PyErr_Occurred()) return NULL;
+    ao_plan_record(self, duration);
+    Py_RETURN_NONE;
+}
+
+static PyObject *plan_py_record_between(AoPlan *self, PyObject *args) {
+    long long lower, upper;
+    if (!PyArg_ParseTuple(args, "LL:record_between", &lower, &upper)) return NULL;
+    ao_plan_record_between(self, lower, upper);
+    Py_RETURN_NONE;
+}
+
+static PyObject *three(const unsigned values[3]) { return Py_BuildValue("(III)", values[0], values[1], values[2]); }
+static PyObject *plan_grid(AoPlan *self, void *Py_UNUSED(c)) { return three(self->grid); }
+static PyObject *plan_block(AoPlan *self, void *Py_UNUSED(c)) { return three(self->block); }
+static PyObject *plan_function(AoPlan *self, void *Py_UNUSED(c)) {
+    return PyLong_FromUnsignedLongLong((uintptr_t)self->function);
+}
+static PyObject *plan_expected(AoPlan *self, void *Py_UNUSED(c)) { return PyLong_FromLongLong(ao_plan_expected(self)); }
+
+static PyMethodDef plan_methods[] = {
+    {"record", (PyCFunction)plan_py_record, METH_O, "Take an exactly measured duration into the estimate."},
+    {"record_between", (PyCFunction)plan_py_record_between, METH_VARARGS, "Take a censored duration into the estimate."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef plan_members[] = {
+    {"name", T_OBJECT, offsetof(AoPlan, name), READONLY, NULL},
+    {"callable", T_OBJECT, offsetof(AoPlan, callable), READONLY, NULL},
+    {"shared_bytes", T_UINT, offsetof(AoPlan, shared_bytes), READONLY, NULL},
+    {"samples", T_UINT, offsetof(AoPlan, samples), READONLY, NULL},
+    {"mean_ns", T_DOUBLE, offsetof(AoPlan, mean_ns), READONLY, NULL},
+    {"deviation_ns", T_DOUBLE, offsetof(AoPlan, deviation_ns), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef plan_getset[] = {
+    {"grid", (getter)plan_grid, NULL, NULL, NULL},
+    {"block", (getter)plan_block, NULL, NULL, NULL},
+    {"function", (getter)plan_function, NULL, NULL, NULL},
+    {"expected_ns", (getter)plan_expected, NULL, "Expected duration, 0 while unknown.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyTypeObject AoPlan_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.LaunchPlan",
+    .tp_doc = "Geometry of a launch on one device, with a running estimate of its duration.",
+    .tp_basicsize = sizeof(AoPlan),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = plan_new,
+    .tp_dealloc = (destructor)plan_dealloc,
+    .tp_traverse = (traverseproc)plan_traverse,
+    .tp_clear = (inquiry)plan_clear,
+    .tp_methods = plan_methods,
+    .tp_members = plan_members,
+    .tp_getset = plan_getset,
+};

@@ -1,0 +1,89 @@
+"""Kernels of the host device: a Python function, called once per launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiooffload._native import LaunchPlan
+from aiooffload.drivers.api import KernelSource
+from aiooffload.errors import UsageError
+
+__all__ = ["HostFunction", "HostLaunch", "host_implementation"]
+
+
+def host_implementation(kernel: KernelSource) -> Callable[..., object]:
+    """Return the kernel's host function; raises UsageError if it has none."""
+    function: Callable[..., object] | None = kernel.host_function
+    if function is None:
+        raise UsageError(
+            f"kernel {kernel.name!r} has no host implementation: put @kernel(cuda=...) on a Python function"
+            " that does the same work, or run it on a CUDA device"
+        )
+    return function
+
+
+class HostLaunch:
+    """The first argument of a host kernel: what a kernel on a GPU reads from its built-in variables."""
+
+    __slots__ = ("_shared", "_shared_bytes", "block", "grid")
+
+    def __init__(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int) -> None:
+        self.grid = grid
+        """Blocks in x, y and z."""
+        self.block = block
+        """Threads per block in x, y and z."""
+        self._shared_bytes: Final = shared_bytes
+        self._shared: NDArray[np.uint8] | None = None
+
+    @property
+    def shared(self) -> NDArray[np.uint8]:
+        """Dynamic shared memory of this launch, ``(shared_bytes,) uint8``, zeroed."""
+        if self._shared is None:  # most kernels never ask
+            self._shared = np.zeros(self._shared_bytes, np.uint8)
+        return self._shared
+
+
+class HostFunction:
+    """A loaded kernel. Its plans may be used on every stream of the device."""
+
+    __slots__ = ("_callable", "_name", "_read_only")
+
+    def __init__(self, name: str, callable: Callable[..., object], signature: Any = None) -> None:
+        self._name: Final = name
+        self._callable: Final = callable
+        self._read_only: Final[Callable[[int], bool]] = (lambda _: False) if signature is None else signature.read_only
+
+    @property
+    def parameter_sizes(self) -> tuple[int, ...] | None:
+        """None: a Python function takes any size."""
+        return None
+
+    def plan(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        cluster: tuple[int, int, int] | None,
+        cooperative: bool,
+    ) -> LaunchPlan:
+        """Return the launch plan of this geometry; every one can run."""
+        return LaunchPlan(self._name, 0, self._callable, grid, block, shared_bytes, cluster, cooperative)
+
+    def prepare(self, plan: LaunchPlan, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the function's arguments for one launch: a HostLaunch, then arrays and scalars.
+
+        Buffers become views, read-only where the signature says so. The tuple serves one launch
+        only, since the HostLaunch in it is that launch's.
+        """
+        read_only = self._read_only
+        return (
+            HostLaunch(plan.grid, plan.block, plan.shared_bytes),
+            *[
+                value if isinstance(value, np.generic) else value.host_view(read_only(i))
+                for i, value in enumerate(arguments)
+            ],
+        )

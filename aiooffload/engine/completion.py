@@ -1,0 +1,256 @@
+"""From a mark on the device to the task that awaits it.
+
+A mark stores a lane's sequence number in its slot and 1 in the bell. The loop looks at the slots
+while that pays, sleeps on a timer until shortly before a completion is due, and has the monitor
+wake it otherwise (:mod:`aiooffload.rules.wake` decides).
+
+The monitor is a wait on a stream of its own, ``bell >= 1``, followed by a wake that writes an
+eventfd. Arming it is a protocol with the device::
+
+    host                                    device
+    bell = 0, fence                         slot = sequence
+    look at the slots: anything? do not arm bell = 1
+    enqueue wait(bell >= 1), wake
+
+The device writes the slot before the bell. If the host's look misses a slot, that slot's bell is
+written after the host's 0, and the wait sees it. So no completion is missed, and at most one
+armed wait exists: the bell is not set to 0 again before the eventfd of the last one was read.
+
+The wake runs on a thread of the driver's, at an unknown time, possibly while any other thread
+holds the interpreter or a lock. Nothing happens there but one ``write`` to the eventfd. The eventfd
+is closed only after that write was seen; after a lost device it is never closed, since the
+driver might still write to whoever got its number next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from aiooffload._native import Board, Timer, Word, now_ns, timer_slack
+from aiooffload.errors import DeviceLostError
+from aiooffload.rules.wake import Wake, WakePolicy
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from aiooffload.drivers.api import Event, Stream
+
+__all__ = ["Completion", "EventMarks"]
+
+_LOOK_NS: Final = 10_000
+"""One look's spin inside the extension: how long other callbacks of the loop may wait for it."""
+
+
+class EventMarks:
+    """Marks by event, for a device whose streams cannot write words or stall behind a wait.
+
+    The host stores the slot itself once an event says that the lane got there.
+    """
+
+    def __init__(self, create: Callable[[], Event]) -> None:
+        self._create = create
+        self._free: list[Event] = []
+        # Per lane, oldest first: the event after an operation and the sequence it stands for.
+        self._pending: dict[Word, deque[tuple[Event, int]]] = {}
+
+    def enqueue(self, stream: Stream, slot: Word, sequence: int) -> None:
+        """Enqueue the mark ``sequence`` of the lane with ``slot``."""
+        event = self._free.pop() if self._free else self._create()
+        stream.enqueue_record(event)
+        self._pending.setdefault(slot, deque()).append((event, sequence))
+
+    def look(self) -> None:
+        """Store the slots of all lanes that got further."""
+        for slot, pending in self._pending.items():
+            reached = None
+            while pending and pending[0][0].query():
+                event, reached = pending.popleft()
+                self._free.append(event)
+            if reached is not None:
+                slot.store(reached)
+
+    def close(self) -> None:
+        """Destroy the events."""
+        for event in self._free:
+            event.close()
+        for pending in self._pending.values():
+            for event, _ in pending:
+                event.close()
+        self._free.clear()
+        self._pending.clear()
+
+
+class Completion:
+    """The way back of one engine.
+
+    Parameters
+    ----------
+    loop
+        The loop that owns the engine.
+    board
+        Queues and slots of the lanes.
+    bell
+        The word that every mark rings.
+    monitor
+        The stream that waits for the bell; carries nothing else.
+    policy
+        When to look and when to sleep.
+    on_progress
+        Called after a look that finished something.
+    on_flight
+        Called in every turn that leaves something in flight.
+    on_lost
+        Told when the driver says that the device is gone.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        board: Board,
+        bell: Word,
+        monitor: Stream,
+        policy: WakePolicy,
+        on_progress: Callable[[], None],
+        on_flight: Callable[[], None],
+        on_lost: Callable[[DeviceLostError], None],
+    ) -> None:
+        self._loop = loop
+        self._on_flight = on_flight
+        self._on_lost = on_lost
+        self._board = board
+        self._bell = bell
+        self._monitor = monitor
+        self.policy = policy
+        self._on_progress = on_progress
+        self.marks: EventMarks | None = None
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._timer = Timer()
+        self._slack = timer_slack(1)
+        # Whether _turn is scheduled: then no timer is needed, and submissions need not tell.
+        self._looking = False
+        # Whether a wait is on the monitor stream whose wake was not read yet.
+        self.armed = False
+        self._timer_ns = 0
+        self._progress_ns = 0
+        self._closed = False
+        self.wakes = {"look": 0, "timer": 0, "monitor": 0}
+        self.armings = 0
+        loop.add_reader(self._eventfd, self._on_bell)
+        loop.add_reader(self._timer.fileno(), self._on_timer)
+
+    def notice(self) -> None:
+        """Something was enqueued: look again soon. Called after every push."""
+        if not self._looking:
+            self._looking = True
+            self._progress_ns = now_ns()
+            self._loop.call_soon(self._turn)
+
+    def look(self, spin_ns: int = 0) -> int:
+        """Finish what has arrived and return how many; makes no driver call but for event marks."""
+        if self.marks is not None:
+            self.marks.look()
+            spin_ns = 0
+        return self._board.poll(spin_ns)
+
+    def _turn(self) -> None:
+        """Look once, then decide how to find the next completion."""
+        self._looking = False
+        if self._closed:
+            return
+        try:
+            self._look_and_decide()
+        except DeviceLostError as error:
+            self._on_lost(error)
+
+    def _look_and_decide(self) -> None:
+        board = self._board
+        arrived = self.look(_LOOK_NS if self.policy.mode != "interrupt" and self.policy.spins else 0)
+        now = now_ns()
+        if arrived:
+            self._progress_ns = now
+            self.wakes["look"] += arrived
+            self._on_progress()
+        if board.in_flight:
+            self._on_flight()
+        decision = self.policy.decide(now, board.in_flight, self._progress_ns, board.due_ns())
+        if self._looking:  # what arrived has made room for more: look again before deciding
+            return
+        if decision.wake is Wake.LOOK:
+            self._look_again()
+            return
+        if decision.wake is Wake.SLEEP:
+            if decision.monitor and not self.armed and self._arm():
+                self._look_again()
+                return
+            if decision.timer_ns:
+                self._set_timer(decision.timer_ns)
+        elif self._timer_ns:
+            self._set_timer(0)
+
+    def _look_again(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._turn)
+
+    def _arm(self) -> bool:
+        """Arm the monitor; True if something arrived meanwhile, and it was not armed."""
+        self._bell.store(0)
+        if self.look():
+            self._on_progress()
+            return True
+        self._monitor.enqueue_wait(self._bell, 1)
+        self._monitor.enqueue_wake(self._eventfd)
+        self.armed = True
+        self.armings += 1
+        return False
+
+    def arm(self) -> None:
+        """Arm whatever is in flight, for the self-test at start."""
+        self._arm()
+
+    def cancel_monitor(self) -> None:
+        """Release an armed wait from the host; its wake still arrives."""
+        self._bell.store(1)
+
+    def _set_timer(self, when_ns: int) -> None:
+        self._timer_ns = when_ns
+        if when_ns:
+            self._timer.set_at(when_ns)
+        else:
+            self._timer.clear()
+
+    def _on_bell(self) -> None:
+        try:
+            os.eventfd_read(self._eventfd)
+        except BlockingIOError:
+            return
+        self.armed = False
+        self.wakes["monitor"] += 1
+        self._wake()
+
+    def _on_timer(self) -> None:
+        self._set_timer(0)
+        self.wakes["timer"] += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._looking and not self._closed:
+            self._turn()
+
+    def stop(self, *, lost: bool) -> None:
+        """Take everything off the loop. The monitor was released and seen before, unless ``lost``."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._eventfd)
+        self._loop.remove_reader(self._timer.fileno())
+        self._timer.close()
+        timer_slack(self._slack)
+        if not self.armed:
+            os.close(self._eventfd)
+        # else: lost or released too late to be seen; the number must not be used by anybody else.
+        if self.marks is not None and not lost:
+            self.marks.close()

@@ -1,0 +1,476 @@
+"""One device under one event loop: puts the parts together, opens and closes them.
+
+Everything here runs on the loop's thread. There is one way out, :meth:`Engine.aclose`, which falls to
+:meth:`Engine.terminate` at its deadline, and one way to lose the device, :meth:`Engine.lose`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from aiooffload._native import Board
+from aiooffload.engine.completion import Completion, EventMarks
+from aiooffload.engine.copies import (
+    INLINE_NBYTES,
+    LARGE_BLOCKS,
+    PIECE_NBYTES,
+    SMALL_BLOCKS,
+    Copies,
+    Staging,
+)
+from aiooffload.engine.health import Watchdog, loss, suspects
+from aiooffload.engine.lanes import Lane, Lanes
+from aiooffload.engine.launches import Geometry, Kernels, buffers
+from aiooffload.engine.maintenance import barrier
+from aiooffload.engine.memory import Memory
+from aiooffload.engine.selftest import selftest
+from aiooffload.errors import ClosedError, DependencyError, DeviceLostError, OffloadError, OffloadTimeout, UsageError, WouldBlock
+from aiooffload.log import log
+from aiooffload.operation import Operation
+from aiooffload.rules.wake import WakeMode, WakePolicy
+
+if TYPE_CHECKING:
+    from aiooffload.buffer import Buffer
+    from aiooffload.drivers.api import Device, RegisteredMemory, Word
+    from aiooffload.kernel import Kernel
+
+__all__ = ["Engine"]
+
+_T = TypeVar("_T")
+After = Operation[Any] | Awaitable[Any]
+_WORD_STRIDE: Final = 64  # a cache line each, so that lanes do not disturb each other
+
+
+class Engine:
+    """The engine of one Offload. Made by :meth:`open`.
+
+    Parameters
+    ----------
+    device
+        The opened device; the engine closes it.
+    lanes
+        How many lanes.
+    wake
+        ``"hybrid"``, ``"interrupt"`` or ``"poll"``.
+    program_order
+        Whether operations that share a buffer are ordered by submission.
+    max_pending
+        How many operations may wait on the host.
+    depth
+        How many operations a lane takes at a time.
+    """
+
+    def __init__(
+        self, device: Device, *, lanes: int, wake: WakeMode, program_order: bool, max_pending: int, depth: int
+    ) -> None:
+        self.loop: Final = asyncio.get_running_loop()
+        self.device: Final = device
+        self.program_order: Final = program_order
+        # What a submission raises from now on; None while open.
+        self.refusal: Callable[[], OffloadError] | None = None
+        self.lost: DeviceLostError | None = None
+        self.fallback = ""
+        self._wake_mode: WakeMode = wake
+        self._closing: asyncio.Task[None] | None = None
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="aiooffload-worker")
+        # Background tasks: large copies on their way. Each ends its own operation.
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._idle_calls: list[Callable[[], None]] = []
+        self._drains: list[asyncio.Future[None]] = []
+        self.submitted = 0
+        self.memory: Final = Memory(device, self.loop, self)
+        self.board: Final = Board()
+        self.kernels: Final = Kernels(device, self.offload, self.maintain)
+        words = self.memory.register((lanes + 1) * _WORD_STRIDE)
+        self._make_lanes(lanes, depth, words, max_pending)
+        self.watchdog = Watchdog(
+            self.loop,
+            lambda: self.board.in_flight,
+            lambda: self.board.completed,
+            self.progress,
+            lambda: device.check(self.lanes.lanes[0].stream),
+            self.lose,
+            self._warn_stall,
+        )
+
+    def _make_lanes(self, count: int, depth: int, words: RegisteredMemory, max_pending: int) -> None:
+        device, properties = self.device, self.device.properties
+        bell = words.word(0)
+        self._monitor = device.create_stream()
+        policy = WakePolicy(self._wake_mode, spins=properties.spins, monitor=True)
+        self.completion: Final = Completion(
+            self.loop, self.board, bell, self._monitor, policy, self._on_progress, self._on_flight, self.lose
+        )
+        lanes = [self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth) for i in range(count)]
+        self.lanes: Final = Lanes(self.board, lanes, self.completion, max_pending, self.lose)
+
+    def _make_lane(self, index: int, slot: Word, bell: Word, depth: int) -> Lane:
+        stream = self.device.create_stream()
+        stream.bind_marks(slot, bell)
+        return Lane(index, stream, self.board.add(slot, depth), self.device.create_event())
+
+    # -- opening ---------------------------------------------------------------------------
+
+    @classmethod
+    async def open(cls, device: Device, **options: Any) -> Engine:
+        """Make an engine and run its self-test; closes the device if that fails."""
+        if loss.error is not None and device.properties.process_wide_faults:
+            raise loss.error
+        engine = cls(device, **options)
+        barrier.join(engine)
+        loss.join(engine)
+        try:
+            await engine._prepare()
+        except BaseException:
+            await engine.aclose(0.0)
+            raise
+        return engine
+
+    async def _prepare(self) -> None:
+        """Allocate staging, then find out how completions can be seen on this device."""
+        small = await self.offload(self.memory.register, SMALL_BLOCKS * INLINE_NBYTES)
+        large = await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES)
+        self.copies = Copies(
+            self.lanes, Staging(small, INLINE_NBYTES), Staging(large, PIECE_NBYTES), self.offload, self._spawn, self
+        )
+        if not self.device.properties.memory_operations:
+            self._fall_back("its streams cannot write or wait for words")
+            return
+        function = await self.maintain(self.device.selftest_function)
+        reason = await selftest(self.lanes.lanes, self.completion, function)
+        if reason:
+            self._fall_back(reason)
+
+    def _fall_back(self, reason: str) -> None:
+        self.fallback = reason
+        self.completion.marks = EventMarks(self.device.create_event)
+        self.completion.policy.monitor = False
+        log.warning(
+            "completions fall back to events, awaits will be slower",
+            device=self.device.properties.label,
+            cause=reason,
+            cure="set CUDA_DEVICE_MAX_CONNECTIONS=32, or leave it unset, before anything uses CUDA",
+        )
+
+    # -- submitting ------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernel: Kernel,
+        geometry: Geometry,
+        args: tuple[Any, ...],
+        after: Iterable[After],
+        lane: Lane | None,
+        instant: bool,
+        timeout_s: float | None,
+    ) -> Operation[None]:
+        """Submit a launch; see ``Offload.launch``."""
+        if self.refusal is not None:
+            raise self.refusal()
+        try:
+            site = self.kernels.sites.get((kernel, *geometry))
+        except TypeError:  # a list as grid or block
+            site = None
+        if site is None:
+            if not self.kernels.loaded(kernel):
+                return self._launch_after_load(kernel, geometry, args, after, lane, instant, timeout_s)
+            site = self.kernels.site(kernel, geometry)
+        uses = buffers(kernel, args, self) if args else ()
+        operation: Operation[None] = Operation(self.loop, self, kernel.name)
+        operation.plan = site.plan
+        operation.prepared = site.prepare(args)
+        if uses or after or lane is not None or instant or timeout_s is not None or self.lanes.pending:
+            self.submit(operation, uses, after, lane, instant, timeout_s, keep=args)
+        else:
+            self.submitted += 1
+            self.lanes.place(operation, None)
+        return operation
+
+    def _launch_after_load(
+        self,
+        kernel: Kernel,
+        geometry: Geometry,
+        args: tuple[Any, ...],
+        after: Iterable[After],
+        lane: Lane | None,
+        instant: bool,
+        timeout_s: float | None,
+    ) -> Operation[None]:
+        """Check what can be checked now, and queue the launch behind the kernel's load."""
+        self.kernels.check_geometry(geometry)
+        kernel.signature.check(kernel.name, args)
+        uses = buffers(kernel, args, self)
+        operation: Operation[None] = Operation(self.loop, self, kernel.name)
+        if instant:
+            raise WouldBlock(f"kernel {kernel.name} is not loaded yet; await off.load(...) first")
+        operation.holds = 1
+        self.submit(operation, uses, after, lane, instant, timeout_s, keep=args)
+
+        def loaded(load: asyncio.Future[Any]) -> None:
+            if operation.finished:
+                return
+            try:
+                load.result()
+                site = self.kernels.site(kernel, geometry)
+                operation.plan, operation.prepared = site.plan, site.prepare(args)
+            except (OffloadError, asyncio.CancelledError) as error:
+                self.lanes.stop(operation, error)
+            else:
+                self.lanes.release(operation)
+
+        self.kernels.load(kernel).add_done_callback(loaded)
+        return operation
+
+    def submit(
+        self,
+        operation: Operation[Any],
+        uses: Iterable[tuple[Buffer, bool]],
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+        instant: bool = False,
+        timeout_s: float | None = None,
+        keep: object = None,
+    ) -> None:
+        """Order ``operation`` after what it shares memory with and what ``after`` names, and place it.
+
+        ``uses`` says which buffers it touches and whether it writes them. Raises before anything
+        was changed, or not at all.
+        """
+        if self.refusal is not None:
+            raise self.refusal()
+        deps = [dep for buffer, writes in uses for dep in buffer.allocation.history.conflicts(writes)]
+        deps = deps if self.program_order else []
+        requires, awaited = self._sort_after(after)
+        deps += [dep for dep in requires if not dep.finished]
+        if instant and awaited:
+            raise WouldBlock("it comes after something that only the host can wait for")
+        self.lanes.check_room(instant, deps, lane)
+        for buffer, writes in uses:
+            buffer.allocation.history.record(operation, writes)
+        # dict: one operation may be in the way for several reasons and must hold only once.
+        operation.deps = list(dict.fromkeys(deps)) or None
+        operation.requires = tuple(requires) or None
+        leases = [buffer.allocation.lease for buffer, _ in uses]
+        operation.keep = (operation.keep, keep, leases)
+        self.submitted += 1
+        if timeout_s is not None:
+            self._expire_after(operation, timeout_s)
+        for awaitable in awaited:
+            self._hold_for(operation, awaitable)
+        self.lanes.place(operation, lane)
+
+    def _sort_after(self, after: Iterable[After]) -> tuple[list[Operation[Any]], list[Awaitable[Any]]]:
+        operations: list[Operation[Any]] = []
+        awaitables: list[Awaitable[Any]] = []
+        for item in (after,) if isinstance(after, Operation) else after:
+            if not isinstance(item, Operation):
+                awaitables.append(item)
+            elif item.owner is not self:
+                raise UsageError(f"{item!r} in after= belongs to another Offload")
+            else:
+                operations.append(item)
+        return operations, awaitables
+
+    def _hold_for(self, operation: Operation[Any], awaitable: Awaitable[Any]) -> None:
+        operation.holds += 1
+        future = asyncio.ensure_future(awaitable)
+
+        def over(done: asyncio.Future[Any]) -> None:
+            cause: BaseException | None = asyncio.CancelledError() if done.cancelled() else done.exception()
+            if cause is None:
+                self.lanes.release(operation)
+                return
+            error = DependencyError(f"an awaitable that {operation.name} came after failed: {cause!r}")
+            error.__cause__ = cause
+            self.lanes.stop(operation, error)
+
+        future.add_done_callback(over)
+
+    def _expire_after(self, operation: Operation[Any], timeout_s: float) -> None:
+        if timeout_s < 0:
+            raise UsageError(f"timeout_s is at least 0, not {timeout_s}")
+        handle = self.loop.call_later(
+            timeout_s, lambda: self.cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
+        )
+        operation.add_done_callback(lambda _: handle.cancel())
+
+    def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
+        """End ``operation`` with ``failure`` if it is still on the host."""
+        self.lanes.stop(operation, failure)
+        self._check_drained()
+
+    # -- progress --------------------------------------------------------------------------
+
+    def progress(self) -> int:
+        """Look at the device once; returns how many operations finished."""
+        if self.lost is not None:
+            return 0
+        try:
+            arrived = self.completion.look()
+        except DeviceLostError as error:
+            self.lose(error)
+            return 0
+        if arrived:
+            self._on_progress()
+        return arrived
+
+    def _on_progress(self) -> None:
+        if self.lanes.pending:
+            self.lanes.flush()
+        if not self.board.in_flight:
+            calls, self._idle_calls = self._idle_calls, []
+            for call in calls:
+                call()
+        self._check_drained()
+
+    def _on_flight(self) -> None:
+        self.watchdog.notice()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is pending, in flight or being copied."""
+        return not (self.board.in_flight or self.lanes.pending or self._tasks)
+
+    def _check_drained(self) -> None:
+        if self._drains and self.quiet:
+            drains, self._drains = self._drains, []
+            for future in drains:
+                if not future.done():
+                    future.set_result(None)
+
+    async def drain(self) -> None:
+        """Wait until everything submitted is done; raises nothing of theirs."""
+        while not self.quiet:
+            future = self.loop.create_future()
+            self._drains.append(future)
+            await future
+
+    def _warn_stall(self, seconds: float) -> None:
+        log.warning(
+            "nothing has completed for a while",
+            seconds=seconds,
+            device=self.device.properties.label,
+            in_flight=[repr(op) for lane in self.lanes.lanes for op in lane.queue.operations()[:1]],
+        )
+
+    # -- off the loop's thread -------------------------------------------------------------
+
+    async def offload(self, call: Callable[..., _T], *args: Any) -> _T:
+        """Run a call that waits for no kernel on a worker thread."""
+        return await self.loop.run_in_executor(self._executor, call, *args)
+
+    async def maintain(self, call: Callable[[], _T]) -> _T:
+        """Run a call that waits for everything in flight, behind the barrier."""
+        return await barrier.run(call, self._executor)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._check_drained())
+
+    def pause(self, idle: Callable[[], None]) -> None:
+        """Maintenance begins: see ``maintenance.Participant``."""
+        self.lanes.paused += 1
+        self.progress()
+        if self.board.in_flight:
+            self._idle_calls.append(idle)
+        else:
+            idle()
+
+    def resume(self) -> None:
+        """Maintenance is over."""
+        self.lanes.paused -= 1
+        if not self.lanes.paused and self.lost is None:
+            self.lanes.flush()
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def lose(self, error: DeviceLostError) -> None:
+        """The device is gone: fail everything, call the driver never again."""
+        if self.lost is not None:
+            return
+        abandoned = self.board.abandon()
+        names = suspects(abandoned) or error.suspects
+        note = self.device.health_note()
+        text = f"{error}; not finished, oldest first per lane: {', '.join(names[:16]) or 'nothing of this Offload'}"
+        self.lost = lost = DeviceLostError(
+            f"{text}. {note}" if note else text,
+            suspects=names,
+            operation=error.operation,
+            status=error.status,
+            code=error.code,
+            lane=error.lane,
+        )
+        self.refusal = lambda: lost
+        if self.device.properties.process_wide_faults:
+            loss.latch(lost, self)
+        self._stop_everything(abandoned, lost)
+        log.error("device lost", device=self.device.properties.label, status=error.status, suspects=list(names[:16]))
+
+    def _stop_everything(self, abandoned: list[Any], failure: BaseException) -> None:
+        self.memory.lose()
+        self.watchdog.stop()
+        self.completion.stop(lost=True)
+        for operation in abandoned:
+            operation.finish(failure=failure)
+        self.lanes.abandon(failure)
+        calls, self._idle_calls = self._idle_calls, []
+        for call in calls:
+            call()
+        barrier.leave(self)
+        self._check_drained()
+
+    def terminate(self) -> None:
+        """Close at once: fail what is not done, free nothing that the device may still use. Idempotent."""
+        if self.lost is None and self.refusal is not _terminated:
+            self.refusal = _terminated
+            self.lost = DeviceLostError("terminated")
+            self._stop_everything(self.board.abandon(), ClosedError("the Offload was terminated"))
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent."""
+        if self._closing is None:
+            self.refusal = self.refusal or _closed
+            self._closing = self.loop.create_task(self._close(timeout_s), name="aiooffload close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.kernels.finish_loading()
+                await self.drain()
+                if self.lost is None:
+                    await self._release()
+        except TimeoutError:
+            log.warning("closing took too long, terminating", seconds=timeout_s, in_flight=self.board.in_flight)
+            self.terminate()
+        self._executor.shutdown(wait=self.lost is None)
+
+    async def _release(self) -> None:
+        """Everything is done: take the monitor off the device and give the rest back."""
+        self.watchdog.stop()
+        self.completion.cancel_monitor()
+        while self.completion.armed:
+            await asyncio.sleep(0)
+        self.completion.stop(lost=False)
+        for lane in self.lanes.lanes:
+            lane.close()
+        self._monitor.close()
+        registered = self.memory.close()
+        await self.maintain(lambda: [self.device.unregister(memory) for memory in registered])
+        barrier.leave(self)
+        self.device.close()
+
+
+def _closed() -> OffloadError:
+    return ClosedError("the Offload is closed")
+
+
+def _terminated() -> OffloadError:
+    return ClosedError("the Offload was terminated")
+

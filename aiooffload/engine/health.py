@@ -1,0 +1,150 @@
+"""The watchdog: asks the driver, at a low rate, whether the device is still well.
+
+A fault is found only by asking, and after one no mark ever arrives, so without this an await would
+hang for ever. It asks only when nothing has arrived since the last tick. On the same tick it
+looks at the slots, so that a lost bell costs milliseconds rather than an await.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from aiooffload.errors import DeviceLostError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from aiooffload.operation import Operation
+
+__all__ = ["Loss", "Watchdog", "loss", "suspects"]
+
+TICK_S: Final = 0.02
+STALL_S: Final = 20.0
+
+
+class Losable(Protocol):
+    """What a loss does to an engine."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that owns it."""
+
+    def lose(self, error: DeviceLostError) -> None:
+        """Fail everything; make no driver call from now on. On its loop."""
+
+
+class Loss:
+    """What the process knows of lost devices: a fault of one GPU is the end of all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines: weakref.WeakSet[Losable] = weakref.WeakSet()
+        self.error: DeviceLostError | None = None
+
+    def join(self, engine: Losable) -> None:
+        """From now on a loss is told to ``engine``."""
+        with self._lock:
+            self._engines.add(engine)
+
+    def latch(self, error: DeviceLostError, here: Losable) -> None:
+        """Note the loss and tell every other engine of the process, each on its own loop."""
+        with self._lock:
+            self.error = self.error or error
+            others = [engine for engine in self._engines if engine is not here]
+        for engine in others:
+            try:
+                engine.loop.call_soon_threadsafe(engine.lose, error)
+            except RuntimeError:
+                continue  # its loop is closed, nobody waits there
+
+
+loss: Final = Loss()
+"""The loss latch of this process."""
+
+
+def suspects(abandoned: list[Operation[object]]) -> tuple[str, ...]:
+    """Name the launches that had not finished, oldest first per lane."""
+    return tuple(f"{operation.name} on lane {operation.lane.index}" for operation in abandoned if operation.lane)
+
+
+class Watchdog:
+    """Ticks while something is in flight.
+
+    Parameters
+    ----------
+    loop
+        The loop that owns the engine.
+    in_flight
+        How many operations are on the device.
+    completed
+        How many have ever arrived.
+    look
+        Looks at the slots.
+    check
+        Asks the driver; raises DeviceLostError.
+    on_lost
+        Told of a loss.
+    on_stall
+        Told once when nothing has moved for ``STALL_S`` seconds.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        in_flight: Callable[[], int],
+        completed: Callable[[], int],
+        look: Callable[[], object],
+        check: Callable[[], None],
+        on_lost: Callable[[DeviceLostError], None],
+        on_stall: Callable[[float], None],
+    ) -> None:
+        self._loop = loop
+        self._in_flight = in_flight
+        self._completed = completed
+        self._look = look
+        self._check = check
+        self._on_lost = on_lost
+        self._on_stall = on_stall
+        # None while nothing is in flight: an idle engine wakes nobody.
+        self._handle: asyncio.TimerHandle | None = None
+        self._last = 0
+        self._still_ticks = 0
+        self.checks = 0
+
+    def notice(self) -> None:
+        """Something went to the device."""
+        if self._handle is None:
+            self._still_ticks = 0
+            self._last = self._completed()
+            self._handle = self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._handle = None
+        if not self._in_flight():
+            return
+        self._look()
+        completed = self._completed()
+        if completed != self._last:
+            self._last = completed
+            self._still_ticks = 0
+        else:
+            self._still_ticks += 1
+            self.checks += 1
+            try:
+                self._check()
+            except DeviceLostError as error:
+                self._on_lost(error)
+                return
+            if self._still_ticks * TICK_S >= STALL_S > (self._still_ticks - 1) * TICK_S:
+                self._on_stall(STALL_S)
+        if self._in_flight():
+            self._handle = self._loop.call_later(TICK_S, self._tick)
+
+    def stop(self) -> None:
+        """Tick no more."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None

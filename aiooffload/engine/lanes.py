@@ -1,0 +1,329 @@
+"""The way to the device: lanes, what waits on the host for them, and in which order it goes.
+
+An operation that may not go to the device yet is either *held* (something it needs is not on
+the device: a dependency that waits itself, a kernel's load, an awaitable) or *waiting* on a lane
+that is full. Neither blocks the caller. A lane takes at most ``depth`` operations at a time, well
+under what makes the driver block the enqueuing thread (FACTS of the CUDA driver: 510 pairs of a
+launch and a write).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from aiooffload._native import Board, LaneQueue
+from aiooffload.errors import DependencyError, DeviceLostError, OffloadError, WouldBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from aiooffload.drivers.api import Event, Stream
+    from aiooffload.engine.completion import Completion
+    from aiooffload.operation import Operation
+
+__all__ = ["Lane", "Lanes"]
+
+
+class Lane:
+    """One stream of an Offload, and its place in ``off.lanes``.
+
+    Attributes
+    ----------
+    index
+        Position in ``off.lanes``.
+    handle
+        The driver's stream handle, an integer.
+    """
+
+    __slots__ = ("_event", "_event_sequence", "index", "queue", "stream", "waiting")
+
+    def __init__(self, index: int, stream: Stream, queue: LaneQueue, event: Event) -> None:
+        self.index: Final = index
+        self.stream: Final = stream
+        self.queue: Final = queue
+        # In submission order; nonempty only while the queue is full or a barrier is up.
+        self.waiting: deque[Operation[Any]] = deque()
+        # Recorded after operation `_event_sequence`; recording again leaves earlier waits alone.
+        self._event = event
+        self._event_sequence = queue.issued
+
+    @property
+    def handle(self) -> int:
+        """The driver's stream handle."""
+        return self.stream.handle
+
+    @property
+    def in_flight(self) -> int:
+        """Operations of ours on the device."""
+        return self.queue.in_flight
+
+    def enqueue_wait_for(self, sequence: int, waiter: Stream) -> None:
+        """Hold later work of ``waiter`` until operation ``sequence`` of this lane is done."""
+        if sequence > self._event_sequence:
+            self.stream.enqueue_record(self._event)
+            self._event_sequence = self.queue.issued
+        waiter.enqueue_wait_event(self._event)
+
+    def close(self) -> None:
+        """Destroy the stream and its event."""
+        self._event.close()
+        self.stream.close()
+
+    def __repr__(self) -> str:
+        return f"<aiooffload.Lane {self.index}, {self.in_flight} in flight, {len(self.waiting)} waiting>"
+
+
+class Lanes:
+    """Puts operations on lanes.
+
+    Parameters
+    ----------
+    board
+        Knows what is in flight and picks the least busy lane.
+    lanes
+        The lanes, by index.
+    completion
+        Told of every operation that went to the device.
+    max_pending
+        How many operations may wait on the host.
+    on_lost
+        Told when the driver says that the device is gone.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        lanes: list[Lane],
+        completion: Completion,
+        max_pending: int,
+        on_lost: Callable[[DeviceLostError], None],
+    ) -> None:
+        self._board = board
+        self._on_lost = on_lost
+        self.lanes = lanes
+        self._completion = completion
+        self._max_pending = max_pending
+        # Held or waiting operations; len(held) + sum(len(lane.waiting)) == pending.
+        self.pending = 0
+        self.held: dict[Operation[Any], None] = {}
+        # Number of barriers up: while not 0 nothing goes to the device.
+        self.paused = 0
+        self._rooms: deque[asyncio.Future[None]] = deque()
+
+    # -- submission ------------------------------------------------------------------------
+
+    def check_room(self, instant: bool, deps: Iterable[Operation[Any]], lane: Lane | None) -> None:
+        """Raise WouldBlock if one more operation may not wait on the host; changes nothing."""
+        if instant:
+            self._check_instant(deps, lane)
+        elif self.pending >= self._max_pending:
+            raise WouldBlock(f"{self.pending} operations wait on the host (max_pending); await off.room()")
+
+    def _check_instant(self, deps: Iterable[Operation[Any]], lane: Lane | None) -> None:
+        if self.paused:
+            raise WouldBlock("maintenance is going on")
+        waiting = next((dep for dep in deps if dep.queue is None and not dep.finished), None)
+        if waiting is not None:
+            raise WouldBlock(f"it comes after {waiting!r}, which is not on the device yet")
+        target = lane or self._home(deps) or self.lanes[self._board.pick(0, len(self.lanes))]
+        if target.waiting or target.queue.in_flight == target.queue.depth:
+            raise WouldBlock(f"lane {target.index} is full")
+
+    def place(self, operation: Operation[Any], lane: Lane | None) -> None:
+        """Send ``operation`` to the device, or keep it on the host until it can go.
+
+        ``operation.deps`` holds what must come before it, ``holds`` what else keeps it.
+        """
+        if not operation.deps and not operation.holds:
+            if lane is None:
+                lane = self.lanes[self._board.pick(0, len(self.lanes))]
+            self._to_lane(operation, lane)
+            return
+        operation.lane = lane
+        for dep in operation.deps or ():
+            if dep.queue is None and not dep.finished and not self._same_queue(dep, operation):
+                operation.holds += 1
+                if dep.followers is None:
+                    dep.followers = []
+                dep.followers.append(operation)
+        if operation.holds:
+            self.held[operation] = None
+            self.pending += 1
+        else:
+            self._to_lane(operation, lane or self._home_or_pick(operation))
+
+    def _same_queue(self, dep: Operation[Any], operation: Operation[Any]) -> bool:
+        """Whether the order of one lane's waiting operations is enough to put ``dep`` first."""
+        lane = dep.lane
+        if lane is None or dep.streamed or dep in self.held:
+            return False
+        if operation.lane is None and all(other.lane is lane for other in operation.deps or () if not other.finished):
+            operation.lane = lane
+        return operation.lane is lane
+
+    def _home(self, deps: Iterable[Operation[Any]]) -> Lane | None:
+        """The lane on which all unfinished dependencies sit, if it is one."""
+        home: Lane | None = None
+        for dep in deps:
+            if dep.finished:
+                continue
+            if home is not None and dep.lane is not home:
+                return None
+            home = dep.lane
+        return home
+
+    def _home_or_pick(self, operation: Operation[Any]) -> Lane:
+        if operation.lane is not None:
+            chosen: Lane = operation.lane
+            return chosen
+        return self._home(operation.deps or ()) or self.lanes[self._board.pick(0, len(self.lanes))]
+
+    def _to_lane(self, operation: Operation[Any], lane: Lane) -> None:
+        operation.lane = lane
+        if lane.waiting or self.paused or lane.queue.in_flight >= lane.queue.depth:
+            lane.waiting.append(operation)
+            lane.queue.load += 1
+            self.pending += 1
+        else:
+            self._enqueue(operation, lane)
+
+    def _enqueue(self, operation: Operation[Any], lane: Lane) -> None:
+        """Put it on the device. A failure here is the operation's, wherever it was submitted from."""
+        failed = next((dep for dep in operation.requires or () if dep.finished and dep.failure is not None), None)
+        if failed is not None:
+            assert failed.failure is not None
+            self._finish_unstarted(operation, dependency_error(failed.name, failed.failure))
+            return
+        try:
+            for dep in operation.deps or ():
+                if not dep.finished and dep.lane is not lane:
+                    dep.lane.enqueue_wait_for(dep.sequence, lane.stream)
+            if operation.streamed:
+                assert operation.steps is not None
+                operation.steps(lane.stream)  # enqueues piece by piece and comes back by itself
+                return
+            self._enqueue_marked(operation, lane)
+        except DeviceLostError as error:
+            operation.finish(failure=error)
+            self._on_lost(error)
+        except OffloadError as error:
+            operation.finish(failure=error)
+        self.release_followers(operation)
+
+    def _enqueue_marked(self, operation: Operation[Any], lane: Lane) -> None:
+        queue, stream, marks = lane.queue, lane.stream, self._completion.marks
+        sequence = queue.next_sequence
+        if operation.steps is None:
+            assert operation.plan is not None
+            stream.enqueue_kernel(operation.plan, operation.prepared, operation, 0 if marks else sequence)
+        else:
+            operation.steps(stream)
+            if not marks:
+                stream.enqueue_mark(sequence)
+        if marks:
+            marks.enqueue(stream, queue.slot, sequence)
+        queue.push(operation)
+        operation.deps = operation.requires = None
+        operation.prepared = operation.steps = None
+        self._completion.notice()
+
+    def finish_streamed(self, operation: Operation[Any], failure: BaseException | None, result: object = None) -> None:
+        """Everything that ``operation`` sent piece by piece is done."""
+        if failure is None:
+            operation.finish(result)
+            self.release_followers(operation)
+        else:
+            self._finish_unstarted(operation, failure)
+
+    # -- progress --------------------------------------------------------------------------
+
+    def release(self, operation: Operation[Any]) -> None:
+        """One thing that held ``operation`` on the host is over."""
+        operation.holds -= 1
+        if operation.holds == 0 and operation in self.held:
+            del self.held[operation]
+            self.pending -= 1
+            self._to_lane(operation, self._home_or_pick(operation))
+            self._wake_rooms()
+
+    def release_followers(self, operation: Operation[Any]) -> None:
+        """``operation`` is on the device or done: what was held for it may go."""
+        followers, operation.followers = operation.followers, None
+        for follower in followers or ():
+            self.release(follower)
+
+    def flush(self) -> None:
+        """Send what fits; called after every progress while something is pending."""
+        if self.paused:
+            return
+        for lane in self.lanes:
+            while lane.waiting and lane.queue.in_flight < lane.queue.depth and not self.paused:
+                operation = lane.waiting.popleft()
+                if operation.finished:  # stopped while it waited, and counted then
+                    continue
+                lane.queue.load -= 1
+                self.pending -= 1
+                self._enqueue(operation, lane)
+        self._wake_rooms()
+
+    # -- stopping --------------------------------------------------------------------------
+
+    def stop(self, operation: Operation[Any], failure: BaseException) -> None:
+        """End ``operation`` with ``failure`` if it is still on the host."""
+        operation.stop = failure
+        if operation.finished or operation.queue is not None:
+            return
+        if operation in self.held:
+            del self.held[operation]
+        elif operation.lane is None or (operation.streamed and operation.steps is None):
+            return  # being submitted, or going piece by piece: whoever does that sees `stop`
+        else:
+            # It stays in its lane's deque until flush() gets there: a search would make
+            # cancelling ten thousand quadratic.
+            operation.lane.queue.load -= 1
+        self.pending -= 1
+        self._finish_unstarted(operation, failure)
+
+    def _finish_unstarted(self, operation: Operation[Any], failure: BaseException) -> None:
+        operation.finish(failure=failure)
+        operation.deps = operation.requires = None
+        operation.prepared = operation.steps = None
+        self.release_followers(operation)
+        self._wake_rooms()
+
+    def abandon(self, failure: BaseException) -> list[Operation[Any]]:
+        """Fail everything on the host, because the device is gone; returns it."""
+        waiting = [*self.held, *(operation for lane in self.lanes for operation in lane.waiting)]
+        self.held.clear()
+        for lane in self.lanes:
+            lane.waiting.clear()
+            lane.queue.load = 0
+        self.pending = 0
+        for operation in waiting:
+            operation.finish(failure=failure)
+        self._wake_rooms()
+        return waiting
+
+    # -- room ------------------------------------------------------------------------------
+
+    async def room(self) -> None:
+        """Wait until one more operation may wait on the host."""
+        while self.pending >= self._max_pending:
+            future = asyncio.get_running_loop().create_future()
+            self._rooms.append(future)
+            await future
+
+    def _wake_rooms(self) -> None:
+        while self._rooms and self.pending < self._max_pending:
+            future = self._rooms.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+def dependency_error(name: str, cause: BaseException) -> DependencyError:
+    """Return the failure of an operation whose dependency ``name`` failed."""
+    error = DependencyError(f"{name}, which this operation came after, failed: {cause!r}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,184 @@
+"""Kernels of one engine: loading them behind the barrier, planning and preparing their launches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from aiooffload._native import LaunchPlan, pack
+from aiooffload.buffer import Buffer
+from aiooffload.errors import UsageError
+from aiooffload.rules.geometry import Dimensions, check_launch, triple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiooffload.drivers.api import Compiled, Device, Function
+    from aiooffload.kernel import Kernel, Parameter
+
+__all__ = ["Geometry", "Kernels", "Site", "buffers"]
+
+Geometry = tuple[Dimensions, Dimensions, int, Dimensions | None, bool]
+_MAX_SITES: Final = 4096
+
+
+class Site:
+    """A kernel in one geometry on one device: what a launch of it needs, looked up once."""
+
+    __slots__ = ("_formats", "_function", "_kernel", "plan")
+
+    def __init__(self, kernel: Kernel, function: Function, plan: LaunchPlan) -> None:
+        self._kernel = kernel
+        self._function = function
+        self.plan: Final = plan
+        # Only a driver that knows sizes takes packed parameters; None: every launch goes the long way.
+        self._formats = kernel.signature.formats if function.parameter_sizes is not None else None
+
+    def prepare(self, arguments: tuple[Any, ...]) -> Any:
+        """Check, convert and pack the arguments; raises UsageError."""
+        if self._formats is not None:
+            packed = pack(self._formats, arguments)
+            if packed is not None:
+                return packed
+        return self._function.prepare(self.plan, self._kernel.signature.check(self._kernel.name, arguments))
+
+
+class Kernels:
+    """What is loaded on one device.
+
+    Parameters
+    ----------
+    device
+        Compiles and loads.
+    compile
+        Runs a call that touches no device off the loop's thread.
+    maintain
+        Runs a call behind the maintenance barrier.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        compile: Callable[[Callable[[], Compiled]], Awaitable[Compiled]],
+        maintain: Callable[[Callable[[], Function]], Awaitable[Function]],
+    ) -> None:
+        self._device = device
+        self._compile = compile
+        self._maintain = maintain
+        self._functions: dict[Kernel, Function] = {}
+        self._loading: dict[Kernel, asyncio.Task[Function]] = {}
+        # Keyed by the kernel and the geometry as the caller wrote it.
+        self.sites: dict[tuple[Kernel, Dimensions, Dimensions, int, Dimensions | None, bool], Site] = {}
+
+    def loaded(self, kernel: Kernel) -> bool:
+        """Whether launches of ``kernel`` can go to the device at once."""
+        return kernel in self._functions
+
+    def load(self, kernel: Kernel) -> asyncio.Future[Function]:
+        """Compile and load ``kernel`` unless that is done or going on."""
+        function = self._functions.get(kernel)
+        if function is not None:
+            future: asyncio.Future[Function] = asyncio.get_running_loop().create_future()
+            future.set_result(function)
+            return future
+        task = self._loading.get(kernel)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._load(kernel), name=f"aiooffload load {kernel.name}")
+            self._loading[kernel] = task
+        return task
+
+    async def _load(self, kernel: Kernel) -> Function:
+        try:
+            compiled = await self._compile(lambda: self._device.compile(kernel))
+            function = await self._maintain(lambda: self._device.load(kernel, compiled))
+            check_sizes(kernel, function)
+            self._functions[kernel] = function
+            return function
+        finally:
+            del self._loading[kernel]
+
+    async def finish_loading(self) -> None:
+        """Cancel what is still loading and wait for it."""
+        tasks = list(self._loading.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def check_geometry(self, geometry: Geometry) -> None:
+        """Raise UsageError unless the device can run this geometry."""
+        self._normalise(geometry)
+
+    def _normalise(self, geometry: Geometry) -> tuple[Any, Any, int, Any, bool]:
+        limits = self._device.properties
+        grid, block = triple(geometry[0], "grid"), triple(geometry[1], "block")
+        cluster = None if geometry[3] is None else triple(geometry[3], "cluster")
+        check_launch(
+            grid,
+            block,
+            geometry[2],
+            cluster,
+            max_grid=limits.max_grid,
+            max_block=limits.max_block,
+            max_threads=limits.max_threads_per_block,
+            max_shared_bytes=limits.max_shared_bytes,
+        )
+        return grid, block, geometry[2], cluster, geometry[4]
+
+    def site(self, kernel: Kernel, geometry: Geometry) -> Site:
+        """Plan ``geometry`` of a loaded kernel; raises UsageError, LaunchError."""
+        function = self._functions[kernel]
+        site = Site(kernel, function, function.plan(*self._normalise(geometry)))
+        if len(self.sites) >= _MAX_SITES:
+            self.sites.clear()
+        try:
+            self.sites[(kernel, *geometry)] = site
+        except TypeError:  # a list as grid: legal, looked up anew each time
+            return site
+        return site
+
+
+def check_sizes(kernel: Kernel, function: Function) -> None:
+    """Hold the annotations against what the compiled code takes; raises UsageError."""
+    sizes, parameters = function.parameter_sizes, kernel.signature.parameters
+    if sizes is None or parameters is None:
+        return
+    if len(sizes) != len(parameters):
+        raise UsageError(f"kernel {kernel.name} takes {len(sizes)} parameters in CUDA, {len(parameters)} in Python")
+    for size, parameter in zip(sizes, parameters, strict=True):
+        expected = _size(parameter)
+        if expected is not None and expected != size:
+            raise UsageError(
+                f"parameter {parameter.name} of kernel {kernel.name} has {size} bytes in CUDA, {expected} as annotated"
+            )
+
+
+def _size(parameter: Parameter) -> int | None:
+    if parameter.access is not None:
+        return 8
+    return None if parameter.dtype is None else parameter.dtype.itemsize
+
+
+def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[tuple[Buffer, bool]]:
+    """Return the Buffers among the arguments, each with whether the kernel may write it.
+
+    Raises UsageError for a wrong count, dtype or device, ClosedError for a closed buffer.
+    """
+    parameters = kernel.signature.parameters
+    if parameters is not None and len(arguments) != len(parameters):
+        raise UsageError(f"kernel {kernel.name} takes {len(parameters)} arguments, {len(arguments)} were given")
+    found: list[tuple[Buffer, bool]] = []
+    for index, value in enumerate(arguments):
+        if not isinstance(value, Buffer):
+            continue
+        parameter = parameters[index] if parameters is not None else None
+        if parameter is not None:
+            parameter.check(value)
+        else:
+            value.check_open()
+        if value.allocation.owner is not owner:
+            raise UsageError(f"argument {index} of kernel {kernel.name} is a buffer of another Offload")
+        found.append((value, not kernel.signature.read_only(index)))
+    return found
+

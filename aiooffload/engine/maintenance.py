@@ -1,0 +1,132 @@
+"""The barrier for driver calls that wait for everything in flight.
+
+Loading code, unregistering memory and synchronous frees wait until the device is idle, and some
+of them block every other thread's launches meanwhile. So they run when nothing of ours is in
+flight in the whole process, and nothing of ours starts until they have returned. The barrier
+spans all Offloads of the process, whatever loop or thread they belong to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Final, Protocol, TypeVar
+
+__all__ = ["Barrier", "Participant", "barrier"]
+
+_T = TypeVar("_T")
+
+
+class Participant(Protocol):
+    """What the barrier asks of an engine."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that owns it."""
+
+    def pause(self, idle: Callable[[], None]) -> None:
+        """Start nothing new and call ``idle`` once nothing is in flight. On its loop."""
+
+    def resume(self) -> None:
+        """Go on. On its loop."""
+
+
+class Barrier:
+    """One maintenance call at a time, with every participant idle."""
+
+    def __init__(self) -> None:
+        # Guards the two below; never held while waiting.
+        self._lock = threading.Lock()
+        self._participants: dict[Participant, None] = {}
+        # Whoever is first has its turn; the others wait for theirs, each on its own loop.
+        self._turns: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+
+    def join(self, participant: Participant) -> None:
+        """From now on maintenance waits for ``participant``."""
+        with self._lock:
+            self._participants[participant] = None
+
+    def leave(self, participant: Participant) -> None:
+        """``participant`` closed."""
+        with self._lock:
+            self._participants.pop(participant, None)
+
+    async def run(self, call: Callable[[], _T], executor: Executor) -> _T:
+        """Run ``call`` on ``executor`` while nothing is in flight; returns or raises its outcome."""
+        loop = asyncio.get_running_loop()
+        turn = (loop, loop.create_future())
+        with self._lock:
+            self._turns.append(turn)
+            first = len(self._turns) == 1
+        try:
+            if not first:
+                await turn[1]
+            return await self._run_alone(loop, call, executor)
+        finally:
+            self._pass_on(turn)
+
+    async def _run_alone(self, loop: asyncio.AbstractEventLoop, call: Callable[[], _T], executor: Executor) -> _T:
+        with self._lock:
+            participants = list(self._participants)
+        paused: list[Participant] = []
+        try:
+            idle = []
+            for participant in participants:
+                future = loop.create_future()
+                if _on_loop(participant, loop, lambda p=participant, f=future: p.pause(lambda: _resolve(loop, f))):
+                    paused.append(participant)
+                    idle.append(future)
+            for future in idle:
+                await future
+            # Shielded: the call cannot be stopped, and nothing may start before it has returned.
+            work = loop.run_in_executor(executor, call)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])
+                raise
+        finally:
+            for participant in paused:
+                _on_loop(participant, loop, participant.resume)
+
+    def _pass_on(self, turn: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> None:
+        with self._lock:
+            was_first = self._turns[0] is turn
+            self._turns.remove(turn)
+            following = list(self._turns) if was_first else []
+        for loop, future in following:
+            if not loop.is_closed():
+                _resolve(loop, future)
+                return
+
+
+def _on_loop(participant: Participant, here: asyncio.AbstractEventLoop, call: Callable[[], object]) -> bool:
+    """Run ``call`` on the participant's loop; False if that loop is gone, and its engine with it."""
+    if participant.loop is here:
+        call()
+        return True
+    try:
+        participant.loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    """Resolve a future of ``loop`` from any thread."""
+
+    def resolve() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    try:
+        loop.call_soon_threadsafe(resolve)
+    except RuntimeError:
+        return  # that loop was closed: nobody waits there any more
+
+
+barrier: Final = Barrier()
+"""The barrier of this process."""

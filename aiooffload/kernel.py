@@ -1,0 +1,250 @@
+"""Kernels and their parameters: what is launched, before any device is involved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args, get_origin, overload
+
+import numpy as np
+
+from aiooffload.buffer import Buffer
+from aiooffload.errors import UsageError
+from aiooffload.types import Access
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel as CoreKernel
+
+__all__ = ["In", "InOut", "Kernel", "Out", "Parameter", "Signature", "kernel"]
+
+_T = TypeVar("_T", bound=np.generic)
+
+In = Annotated[np.ndarray[Any, np.dtype[_T]], Access.READ]
+"""``ao.In[np.float32]``: an array that the kernel only reads."""
+Out = Annotated[np.ndarray[Any, np.dtype[_T]], Access.WRITE]
+"""``ao.Out[np.float32]``: an array that the kernel writes."""
+InOut = Annotated[np.ndarray[Any, np.dtype[_T]], Access.READ_WRITE]
+"""``ao.InOut[np.float32]``: an array that the kernel reads and writes."""
+
+_PACKABLE: Final = {"f4": "f", "f8": "d", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a kernel; ``dtype`` None means that anything of the right size goes."""
+
+    name: str
+    dtype: np.dtype[Any] | None
+    access: Access | None
+    """None for a scalar."""
+
+    @property
+    def annotated(self) -> bool:
+        """Whether anything is known of it."""
+        return self.dtype is not None or self.access is not None
+
+    @property
+    def format(self) -> str:
+        """Its letter for ``_native.pack``, or ``"?"`` where only the slow path will do."""
+        if self.access is not None:
+            return "P"
+        return "?" if self.dtype is None else _PACKABLE.get(self.dtype.str[1:], "?")
+
+    def check(self, value: object) -> Buffer | np.generic:
+        """Return ``value`` as this parameter takes it; raises UsageError otherwise."""
+        if isinstance(value, Buffer):
+            return self._check_buffer(value)
+        if self.access is not None:
+            raise UsageError(f"argument {self.name} is an array: pass a Buffer, not {type(value).__name__}")
+        if isinstance(value, np.ndarray) and value.shape == ():
+            value = value[()]
+        if isinstance(value, np.generic):
+            if self.dtype is not None and value.dtype != self.dtype:
+                raise UsageError(f"argument {self.name} has dtype {value.dtype}, the kernel takes {self.dtype}")
+            return value
+        if self.dtype is None:
+            raise UsageError(
+                f"argument {self.name} is {type(value).__name__}: without an annotation it needs a NumPy type, "
+                f"such as np.float32({value!r})"
+            )
+        return self._convert(value)
+
+    def _check_buffer(self, buffer: Buffer) -> Buffer:
+        if self.access is None and self.dtype is not None:
+            raise UsageError(f"argument {self.name} is a scalar of {self.dtype}, not a Buffer")
+        if self.dtype is not None and buffer.dtype != self.dtype:
+            raise UsageError(f"argument {self.name} has dtype {buffer.dtype}, the kernel takes {self.dtype}")
+        buffer.check_open()
+        return buffer
+
+    def _convert(self, value: Any) -> np.generic:
+        assert self.dtype is not None
+        exact = isinstance(value, int) or (isinstance(value, float) and self.dtype.kind in "fc")
+        if not exact and not isinstance(value, complex):
+            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}")
+        try:
+            with np.errstate(over="raise"):
+                array = np.array(value, dtype=self.dtype)
+        except (OverflowError, FloatingPointError, TypeError, ValueError) as error:
+            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}: {error}") from None
+        if isinstance(value, float) and np.isinf(array) and not np.isinf(value):
+            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}: out of range")
+        scalar: np.generic = array[()]
+        return scalar
+
+
+class Signature:
+    """The parameters of a kernel, from its annotations.
+
+    Parameters
+    ----------
+    parameters
+        In order, without the leading ``launch``; None if nothing is known, not even the count.
+    """
+
+    __slots__ = ("_read_only", "formats", "parameters")
+
+    def __init__(self, parameters: Sequence[Parameter] | None) -> None:
+        self.parameters: Final = None if parameters is None else tuple(parameters)
+        self._read_only = tuple(p.access is Access.READ for p in parameters or ())
+        letters = "".join(p.format for p in parameters or ())
+        # None: some argument needs the slow path whatever it is.
+        self.formats: Final = None if parameters is None or "?" in letters else letters.encode()
+
+    @classmethod
+    def of(cls, function: Callable[..., object]) -> Signature:
+        """Read the parameters after the first (``launch``) of a host implementation."""
+        try:
+            signature = inspect.signature(function, eval_str=True)
+        except NameError as error:
+            raise UsageError(f"an annotation of {function.__qualname__} cannot be resolved: {error}") from error
+        parameters = list(signature.parameters.values())
+        if not parameters:
+            raise UsageError(f"{function.__qualname__} takes `launch` as its first parameter")
+        return cls([_parameter(p.name, p.annotation) for p in parameters[1:]])
+
+    def read_only(self, index: int) -> bool:
+        """Whether the kernel only reads argument ``index``."""
+        return index < len(self._read_only) and self._read_only[index]
+
+    def check(self, name: str, arguments: Sequence[object]) -> tuple[Buffer | np.generic, ...]:
+        """Check the count and every argument, and convert Python numbers; raises UsageError."""
+        if self.parameters is None:
+            return tuple(Parameter(f"{i}", None, None).check(value) for i, value in enumerate(arguments))
+        if len(arguments) != len(self.parameters):
+            raise UsageError(f"kernel {name} takes {len(self.parameters)} arguments, {len(arguments)} were given")
+        return tuple(p.check(value) for p, value in zip(self.parameters, arguments, strict=True))
+
+
+def _parameter(name: str, annotation: Any) -> Parameter:
+    if annotation is inspect.Parameter.empty:
+        return Parameter(name, None, None)
+    if get_origin(annotation) is Annotated:
+        base, *metadata = get_args(annotation)
+        access = next((m for m in metadata if isinstance(m, Access)), None)
+        if access is not None:
+            (element,) = get_args(get_args(base)[1])
+            return Parameter(name, None if element is _T else np.dtype(element), access)
+    try:
+        return Parameter(name, np.dtype(annotation), None)
+    except TypeError:
+        raise UsageError(f"annotation {annotation!r} of {name} is neither a NumPy type nor ao.In/Out/InOut") from None
+
+
+class Kernel:
+    """A kernel: CUDA source or compiled code, a host implementation, or both.
+
+    Parameters
+    ----------
+    name
+        The entry point in the CUDA code (``extern "C"``).
+    cuda
+        CUDA C++ source, compiled when it is first loaded and cached on disk.
+    image
+        PTX or cubin instead of source.
+    host
+        ``host(launch, *arguments)``: the implementation for the host device, run once per launch.
+        Arrays arrive as NumPy arrays (read-only for ``ao.In``), scalars as NumPy scalars.
+    options
+        Options for the runtime compiler, such as ``("-use_fast_math",)``.
+    signature
+        Parameters; by default those of ``host``.
+
+    Notes
+    -----
+    A kernel belongs to no device and may be launched on any number of them, from any loop.
+    """
+
+    __slots__ = ("__weakref__", "core", "cuda_source", "host_function", "image", "name", "options", "signature")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        cuda: str | None = None,
+        image: bytes | None = None,
+        host: Callable[..., object] | None = None,
+        options: Sequence[str] = (),
+        signature: Signature | None = None,
+        core: CoreKernel | None = None,
+    ) -> None:
+        if cuda is not None and image is not None:
+            raise UsageError("give a kernel cuda= or image=, not both")
+        self.name: Final = name
+        self.cuda_source: Final = cuda
+        self.image: Final = image
+        self.host_function: Final = host
+        self.options: Final = tuple(options)
+        self.core: Final = core
+        self.signature: Final = signature or (Signature(None) if host is None else Signature.of(host))
+
+    @classmethod
+    def from_core(cls, kernel: CoreKernel, name: str = "kernel") -> Kernel:
+        """Wrap a ``cuda.core`` kernel that is loaded already; it runs on CUDA devices only."""
+        return cls(name, core=kernel)
+
+    def __repr__(self) -> str:
+        return f"<aiooffload.Kernel {self.name}>"
+
+
+@overload
+def kernel(function: Callable[..., object], /) -> Kernel: ...
+@overload
+def kernel(
+    *, cuda: str | None = None, name: str | None = None, options: Sequence[str] = ()
+) -> Callable[[Callable[..., object]], Kernel]: ...
+def kernel(
+    function: Callable[..., object] | None = None,
+    /,
+    *,
+    cuda: str | None = None,
+    name: str | None = None,
+    options: Sequence[str] = (),
+) -> Kernel | Callable[[Callable[..., object]], Kernel]:
+    """Make a kernel of a host implementation and, with ``cuda=``, of CUDA source.
+
+    Parameters
+    ----------
+    function
+        ``function(launch, *arguments)``, run once per launch on the host device. ``launch`` has
+        ``grid``, ``block`` and ``shared``. Annotations (``np.float32``, ``ao.In[np.float32]``)
+        are optional; they give dtype checks, read-only arguments and conversion of numbers.
+    cuda
+        CUDA C++ source with an ``extern "C" __global__`` function. Without it the kernel runs on
+        the host device only.
+    name
+        The entry point in ``cuda``; by default the name of ``function``.
+    options
+        Options for the runtime compiler.
+
+    Raises
+    ------
+    UsageError
+        An annotation is not a NumPy type or ``ao.In``, ``ao.Out``, ``ao.InOut``.
+    """
+
+    def decorate(implementation: Callable[..., object]) -> Kernel:
+        return Kernel(name or implementation.__name__, cuda=cuda, host=implementation, options=options)
+
+    return decorate if function is None else decorate(function)

@@ -1,0 +1,529 @@
+"""What a program holds: the Offload, one device under one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import warnings
+import weakref
+from asyncio import _get_running_loop
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from aiooffload.buffer import Buffer, PinnedArray
+from aiooffload.drivers import open_device
+from aiooffload.engine.engine import After, Engine
+from aiooffload.errors import ClosedError, UsageError
+from aiooffload.operation import Operation
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+    from aiooffload.drivers.api import Device, DeviceProperties
+    from aiooffload.engine.lanes import Lane
+    from aiooffload.kernel import Kernel
+    from aiooffload.rules.geometry import Dimensions
+    from aiooffload.rules.wake import WakeMode
+
+__all__ = ["Offload"]
+
+_forked: weakref.WeakSet[Offload] = weakref.WeakSet()
+
+
+class Offload:
+    """One device under the running event loop. Use it as an async context manager.
+
+    Parameters
+    ----------
+    device
+        ``"auto"`` (the first GPU, or the host device where no driver or no GPU exists),
+        ``"cuda:N"`` or ``"host"``.
+    lanes
+        Streams to spread launches over, 1 to 256.
+    wake
+        ``"hybrid"`` looks while a completion is near and sleeps otherwise; ``"interrupt"`` never
+        spins; ``"poll"`` never sleeps while work is in flight.
+    ordering
+        ``"program"``: operations that share an allocation run in the order of submission, unless
+        both only read it. ``"explicit"``: only ``after=``, a lane or an await orders.
+    max_pending
+        How many operations may wait on the host before submitting raises WouldBlock.
+    lane_depth
+        How many operations a lane takes at a time, 1 to 200; the rest wait on the host, in order.
+
+    Raises
+    ------
+    UsageError
+        A parameter is out of range, or no event loop is running at ``__aenter__``.
+    DeviceUnavailableError
+        The device or its driver does not exist or cannot be used.
+
+    Notes
+    -----
+    *Thread.* It belongs to the loop and thread that entered it. From another thread go through
+    ``asyncio.run_coroutine_threadsafe``. A forked child cannot use it.
+    *Ordering.* See ``ordering``. Lanes run independently of each other.
+    """
+
+    def __init__(
+        self,
+        device: str = "auto",
+        *,
+        lanes: int = 16,
+        wake: WakeMode = "hybrid",
+        ordering: str = "program",
+        max_pending: int = 65_536,
+        lane_depth: int = 128,
+    ) -> None:
+        if not 1 <= lanes <= 256:
+            raise UsageError(f"lanes is 1 to 256, not {lanes}")
+        if wake not in ("hybrid", "interrupt", "poll"):
+            raise UsageError(f'wake is "hybrid", "interrupt" or "poll", not {wake!r}')
+        if ordering not in ("program", "explicit"):
+            raise UsageError(f'ordering is "program" or "explicit", not {ordering!r}')
+        if not 1 <= lane_depth <= 200:
+            raise UsageError(f"lane_depth is 1 to 200, not {lane_depth}")
+        if max_pending < 1:
+            raise UsageError(f"max_pending is at least 1, not {max_pending}")
+        self._device = device
+        self._options: Final[dict[str, Any]] = {
+            "lanes": lanes,
+            "wake": wake,
+            "program_order": ordering == "program",
+            "max_pending": max_pending,
+            "depth": lane_depth,
+        }
+        # None before it was entered and after it was closed, and in a forked child.
+        self._engine: Engine | None = None
+        self._state = "was not entered yet: use `async with`"
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- opening and closing ---------------------------------------------------------------
+
+    async def __aenter__(self) -> Offload:
+        if self._engine is not None:
+            raise UsageError("this Offload was entered already")
+        return await self._enter(open_device(self._device))
+
+    async def _enter(self, device: Device) -> Offload:
+        self._loop = asyncio.get_running_loop()
+        self._engine = await Engine.open(device, **self._options)
+        self._state = ""
+        _forked.add(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self, timeout_s: float = 30.0) -> None:
+        """Refuse new work, wait for what was submitted, release the device. Idempotent.
+
+        Parameters
+        ----------
+        timeout_s
+            After so many seconds it falls to :meth:`terminate`.
+
+        Notes
+        -----
+        After a lost device it returns at once. It raises nothing of the operations'.
+        """
+        if self._engine is None:
+            return
+        self._check_loop()
+        try:
+            await self._engine.aclose(timeout_s)
+        finally:
+            self._finish("is closed")
+
+    def terminate(self) -> None:
+        """Close at once: everything not done fails with ClosedError. Idempotent; frees nothing in use."""
+        if self._engine is not None:
+            self._check_loop()
+            self._engine.terminate()
+            self._finish("was terminated")
+
+    def _finish(self, state: str) -> None:
+        self._state = state
+        _forked.discard(self)
+
+    def __del__(self) -> None:
+        if self._engine is not None and not self._state:
+            warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, source=self)
+
+    # -- whose it is -----------------------------------------------------------------------
+
+    def _open_engine(self) -> Engine:
+        """Return the engine if the caller may use it now; the check of every public method."""
+        if _get_running_loop() is not self._loop or self._engine is None:
+            self._check_loop()
+        assert self._engine is not None
+        return self._engine
+
+    def _check_loop(self) -> None:
+        """Raise the UsageError that says what is wrong with this caller, if anything is."""
+        if self._engine is None:
+            raise (ClosedError if "closed" in self._state else UsageError)(f"this Offload {self._state}")
+        if _get_running_loop() is not self._loop:
+            raise UsageError(
+                "this Offload belongs to another event loop or thread: call it there, for example through "
+                "asyncio.run_coroutine_threadsafe(coroutine, loop)"
+            )
+
+    # -- launching -------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernel: Kernel,
+        *,
+        grid: Dimensions,
+        block: Dimensions,
+        args: tuple[Any, ...] = (),
+        shared_bytes: int = 0,
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+        instant: bool = False,
+        timeout_s: float | None = None,
+        cluster: Dimensions | None = None,
+        cooperative: bool = False,
+    ) -> Operation[None]:
+        """Submit a kernel and return at once.
+
+        Parameters
+        ----------
+        kernel
+            What to run. It is loaded on first use, and the launch waits for that on the host.
+        grid, block
+            Blocks of the grid and threads of a block: an integer, or up to three.
+        args
+            One per parameter: Buffers and NumPy scalars; Python numbers where the kernel is
+            annotated. Structs are NumPy structured scalars.
+        shared_bytes
+            Dynamic shared memory per block; above 48 KiB the kernel is opted in by itself.
+        after
+            Operations and awaitables that have to be done first. If one fails before this launch
+            has started, it fails with DependencyError.
+        lane
+            The lane to use, one of ``off.lanes``; by default the one its buffers were last used
+            on, or the least busy one.
+        instant
+            Raise WouldBlock rather than wait on the host.
+        timeout_s
+            Seconds from now after which the launch ends with OffloadTimeout if it still waits on the host.
+        cluster
+            Blocks of a thread block cluster (compute capability 9.0 and later).
+        cooperative
+            Launch all blocks at once, so that they may synchronise with each other.
+
+        Returns
+        -------
+        Operation
+            Awaits to None. A failure of the kernel (LaunchError, DeviceLostError) is raised there.
+
+        Raises
+        ------
+        UsageError
+            Wrong geometry, arguments, device, thread or loop. Nothing was submitted.
+        WouldBlock
+            ``max_pending`` operations wait on the host (then ``await off.room()``), or ``instant``.
+        LaunchError
+            The kernel cannot be launched in this geometry.
+
+        Notes
+        -----
+        *Ordering.* After everything submitted earlier that shares a buffer, unless both only read it.
+        *Cancellation.* Cancelling an await leaves the launch alone; see ``Operation.cancel``.
+        *Source.* CUDA C++ Programming Guide, "Execution Configuration"; cuLaunchKernelEx.
+        """
+        engine = self._engine
+        if engine is None or _get_running_loop() is not self._loop:
+            engine = self._open_engine()
+        geometry = (grid, block, shared_bytes, cluster, cooperative)
+        return engine.launch(kernel, geometry, args, after, lane, instant, timeout_s)
+
+    async def load(self, *kernels: Kernel) -> None:
+        """Compile and load kernels up front, so that their first launch does not wait.
+
+        Raises CompileError, or UsageError if the annotations do not fit the compiled code. Waits
+        until what is in flight in the process is done (loading would wait for it anyway).
+        """
+        engine = self._open_engine()
+        if engine.refusal is not None:
+            raise engine.refusal()
+        for kernel in kernels:
+            await asyncio.shield(engine.kernels.load(kernel))
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
+        """Allocate device memory of undefined content and return at once.
+
+        Raises OutOfMemoryError (free something and try again; the Offload stays usable).
+        """
+        engine = self._open_engine()
+        if engine.refusal is not None:
+            raise engine.refusal()
+        return engine.memory.empty(shape, dtype)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
+        """Allocate device memory and submit its clearing; later uses come after it."""
+        buffer = self.empty(shape, dtype)
+        self.fill(buffer, buffer.dtype.type(0) if buffer.dtype.kind != "V" else np.zeros((), buffer.dtype)[()])
+        return buffer
+
+    async def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> PinnedArray:
+        """Return pinned host memory of undefined content; copies to and from it need no staging."""
+        engine = self._open_engine()
+        if engine.refusal is not None:
+            raise engine.refusal()
+        return await engine.memory.pinned(
+            shape, dtype, lambda nbytes: engine.offload(engine.memory.register, nbytes)
+        )
+
+    # -- copying ---------------------------------------------------------------------------
+
+    def put(
+        self, array: ArrayLike | PinnedArray, *, after: Iterable[After] = (), lane: Lane | None = None
+    ) -> Operation[Buffer]:
+        """Allocate a Buffer and copy ``array`` into it; awaits to the Buffer.
+
+        Parameters
+        ----------
+        array
+            Anything NumPy makes a C-contiguous array of, or a PinnedArray. Do not change it before
+            the operation is done.
+        after, lane
+            As for :meth:`launch`.
+
+        Raises
+        ------
+        UsageError
+            The array is not C-contiguous or holds Python objects.
+        OutOfMemoryError
+            The device is full; nothing was submitted.
+        """
+        source = array if isinstance(array, PinnedArray) else np.asarray(array)
+        host = source.array if isinstance(source, PinnedArray) else source
+        if not host.flags.c_contiguous:
+            raise UsageError("put takes a C-contiguous array; pass np.ascontiguousarray(array)")
+        target = self.empty(host.shape, host.dtype)
+        operation: Operation[Buffer] = self._to_device("put", target, source, target, after, lane)
+        return operation
+
+    def get(
+        self,
+        buffer: Buffer,
+        *,
+        out: NDArray[Any] | PinnedArray | None = None,
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+    ) -> Operation[NDArray[Any]]:
+        """Copy ``buffer`` to the host; awaits to the array.
+
+        Parameters
+        ----------
+        buffer
+            The source.
+        out
+            Where to, C-contiguous, of the same shape and dtype; by default a new array. Its
+            content is undefined until the operation is done.
+        after, lane
+            As for :meth:`launch`.
+        """
+        target = np.empty(buffer.shape, buffer.dtype) if out is None else out
+        array = target.array if isinstance(target, PinnedArray) else target
+        if array.shape != buffer.shape or array.dtype != buffer.dtype:
+            raise UsageError(
+                f"out has shape {array.shape} and dtype {array.dtype}, the buffer {buffer.shape} and {buffer.dtype}"
+            )
+        operation: Operation[NDArray[Any]] = self._to_host("get", target, buffer, array, after, lane)
+        return operation
+
+    def copy(
+        self,
+        dst: Buffer | NDArray[Any] | PinnedArray,
+        src: Buffer | NDArray[Any] | PinnedArray,
+        *,
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+    ) -> Operation[None]:
+        """Copy all of ``src`` to ``dst``, at least one of them a Buffer; awaits to None.
+
+        Raises UsageError unless both are C-contiguous and have the same size in bytes. Overlapping
+        slices of one Buffer are refused.
+        """
+        if isinstance(dst, Buffer) and isinstance(src, Buffer):
+            return self._on_device(dst, src, after, lane)
+        if isinstance(dst, Buffer):
+            assert not isinstance(src, Buffer)
+            operation: Operation[None] = self._to_device("copy", dst, src, None, after, lane)
+            return operation
+        if isinstance(src, Buffer):
+            back: Operation[None] = self._to_host("copy", dst, src, None, after, lane)
+            return back
+        raise UsageError("copy takes a Buffer as source, destination or both")
+
+    def fill(
+        self, buffer: Buffer, value: object, *, after: Iterable[After] = (), lane: Lane | None = None
+    ) -> Operation[None]:
+        """Set every element of ``buffer`` to ``value``; awaits to None.
+
+        Raises UsageError if the dtype cannot hold ``value`` or is not 1, 2, 4, 8 or 16 bytes wide
+        (other widths can be filled with zero bytes only).
+        """
+        engine = self._check_buffers(buffer)
+        try:
+            pattern = np.array(value, dtype=buffer.dtype).tobytes()
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UsageError(f"{buffer.dtype} cannot hold {value!r}: {error}") from None
+        if not any(pattern):
+            pattern = b"\0"
+        elif len(pattern) not in (1, 2, 4, 8, 16):
+            raise UsageError(f"a dtype of {len(pattern)} bytes can be filled with zeros only")
+        operation: Operation[None] = Operation(engine.loop, engine, "fill")
+        engine.copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
+        engine.submit(operation, [(buffer, True)], after, lane)
+        return operation
+
+    def _to_device(
+        self,
+        name: str,
+        dst: Buffer,
+        src: NDArray[Any] | PinnedArray,
+        result: object,
+        after: Iterable[After],
+        lane: Lane | None,
+    ) -> Operation[Any]:
+        engine = self._check_buffers(dst)
+        operation: Operation[Any] = Operation(engine.loop, engine, name)
+        data = _host_bytes(src, dst, writes=False)
+        if isinstance(src, PinnedArray):
+            operation.keep = src.lease
+            engine.copies.pinned_to_device(operation, dst, src)
+            operation.arrival = lambda op: op.finish(result)
+        else:
+            engine.copies.host_to_device(operation, dst, data, result)
+        engine.submit(operation, [(dst, True)], after, lane, keep=src)
+        return operation
+
+    def _to_host(
+        self,
+        name: str,
+        dst: NDArray[Any] | PinnedArray,
+        src: Buffer,
+        result: object,
+        after: Iterable[After],
+        lane: Lane | None,
+    ) -> Operation[Any]:
+        engine = self._check_buffers(src)
+        operation: Operation[Any] = Operation(engine.loop, engine, name)
+        data = _host_bytes(dst, src, writes=True)
+        if isinstance(dst, PinnedArray):
+            operation.keep = dst.lease
+            engine.copies.device_to_pinned(operation, dst, src)
+            operation.arrival = lambda op: op.finish(result)
+        else:
+            engine.copies.device_to_host(operation, data, src, result)
+        engine.submit(operation, [(src, False)], after, lane, keep=dst)
+        return operation
+
+    def _on_device(self, dst: Buffer, src: Buffer, after: Iterable[After], lane: Lane | None) -> Operation[None]:
+        engine = self._check_buffers(dst, src)
+        if dst.nbytes != src.nbytes:
+            raise UsageError(f"the source has {src.nbytes} bytes, the destination {dst.nbytes}")
+        if dst.allocation is src.allocation and abs(dst.offset - src.offset) < dst.nbytes:
+            raise UsageError("source and destination overlap")
+        operation: Operation[None] = Operation(engine.loop, engine, "copy")
+        engine.copies.device_to_device(operation, dst, src)
+        engine.submit(operation, [(dst, True), (src, False)], after, lane)
+        return operation
+
+    def _check_buffers(self, *buffers: Buffer) -> Engine:
+        engine = self._open_engine()
+        for buffer in buffers:
+            if not isinstance(buffer, Buffer):
+                raise UsageError(f"expected a Buffer, not {type(buffer).__name__}")
+            buffer.check_open()
+            if buffer.allocation.owner is not engine:
+                raise UsageError("the buffer belongs to another Offload")
+        return engine
+
+    # -- the whole -------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Wait until everything submitted so far and meanwhile is done. Raises nothing of theirs."""
+        await self._open_engine().drain()
+
+    async def room(self) -> None:
+        """Wait until a submission would not raise WouldBlock for ``max_pending``."""
+        await self._open_engine().lanes.room()
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes, by index."""
+        return tuple(self._open_engine().lanes.lanes)
+
+    @property
+    def properties(self) -> DeviceProperties:
+        """What the device is and can do."""
+        return self._open_engine().device.properties
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters since it was opened.
+
+        Keys: ``device``, ``submitted``, ``completed``, ``in_flight``, ``pending`` (waiting on the
+        host), ``wakes`` (completions found by looking; wake-ups by timer and by monitor),
+        ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes``,
+        ``fallback`` (why completions use events, empty if they do not).
+        """
+        engine = self._open_engine()
+        return {
+            "device": engine.device.properties.label,
+            "submitted": engine.submitted,
+            "completed": engine.board.completed,
+            "in_flight": engine.board.in_flight,
+            "pending": engine.lanes.pending,
+            "wakes": dict(engine.completion.wakes),
+            "armings": engine.completion.armings,
+            "watchdog_checks": engine.watchdog.checks,
+            "buffers": engine.memory.live,
+            "allocated_bytes": engine.memory.allocated_bytes,
+            "fallback": engine.fallback,
+        }
+
+    def __repr__(self) -> str:
+        return f"<aiooffload.Offload {self._device}{', ' + self._state if self._state else ''}>"
+
+
+def _host_bytes(array: NDArray[Any] | PinnedArray, buffer: Buffer, *, writes: bool) -> NDArray[np.uint8]:
+    """Return host memory as bytes, checked against ``buffer``; raises UsageError, ClosedError."""
+    if isinstance(array, PinnedArray):
+        if array.lease is None:
+            raise ClosedError("the pinned array was closed")
+        array = array.array
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"expected a NumPy array or a PinnedArray, not {type(array).__name__}")
+    if array.dtype.hasobject:
+        raise UsageError(f"dtype {array.dtype} holds Python objects, which a device cannot")
+    if not array.flags.c_contiguous:
+        raise UsageError("the host array is not C-contiguous")
+    if writes and not array.flags.writeable:
+        raise UsageError("the host array is read-only")
+    if array.nbytes != buffer.nbytes:
+        raise UsageError(f"the host array has {array.nbytes} bytes, the buffer {buffer.nbytes}")
+    return array.reshape(-1).view(np.uint8) if math.prod(array.shape) else np.empty(0, np.uint8)
+
+
+def _after_fork_in_child() -> None:
+    """A child has no threads of the parent and must not call its driver: every Offload is unusable."""
+    for offload in list(_forked):
+        offload._engine = None
+        offload._state = "belongs to the parent process: open a new one in the child, before or without forking"
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

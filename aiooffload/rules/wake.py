@@ -1,0 +1,104 @@
+"""When to look, when to sleep, and what wakes the sleeper.
+
+Looking costs a core, an interrupt costs tens of microseconds, and a timer is cheap but has to
+know the time. So the hybrid policy looks while something is expected to arrive, sleeps on a
+timer until shortly before the next completion is due, and keeps the monitor (a wait on the
+device that ends in an interrupt) as the catch-all that costs nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+__all__ = ["Decision", "Wake", "WakeMode", "WakePolicy"]
+
+WakeMode = Literal["hybrid", "interrupt", "poll"]
+
+BOUNDED_NS: Final = 1_000_000
+"""A sleep that a timer bounds to this long needs no monitor behind it."""
+_MARGIN_NS: Final = 25_000
+_MARGIN_SHARE: Final = 40
+_MARGIN_MAX_NS: Final = 200_000
+_WORTH_NS: Final = 15_000
+
+
+class Wake(enum.Enum):
+    """How the loop finds the next completion."""
+
+    IDLE = "idle"
+    """Nothing is in flight: leave nothing on the device."""
+    LOOK = "look"
+    """Look at the slots in every iteration of the loop."""
+    SLEEP = "sleep"
+    """Sleep until the timer of the decision, or the monitor if it asks for one."""
+
+
+class Decision(NamedTuple):
+    """What to do now. ``timer_ns`` is an absolute time, 0 for no timer."""
+
+    wake: Wake
+    timer_ns: int = 0
+    monitor: bool = False
+
+
+_IDLE: Final = Decision(Wake.IDLE)
+_LOOK: Final = Decision(Wake.LOOK)
+_MONITOR: Final = Decision(Wake.SLEEP, 0, True)
+
+
+def margin_ns(lead_ns: int) -> int:
+    """How long before the due time to wake: the longer a CPU slept, the later it wakes."""
+    return min(_MARGIN_MAX_NS, _MARGIN_NS + lead_ns // _MARGIN_SHARE)
+
+
+@dataclass(slots=True)
+class WakePolicy:
+    """The decision, from what is in flight and the clock. All times in ns of one monotonic clock."""
+
+    mode: WakeMode
+    spins: bool
+    """Whether hybrid may look without a due time; a property of the driver."""
+    monitor: bool
+    """Whether the device can wake the loop; without it a timer looks instead."""
+    spin_ns: int = 50_000
+    """How long hybrid looks after the last progress when nothing is known of the duration."""
+    timer_ns: int = 1_000_000
+    """How often a timer looks where there is no monitor."""
+
+    def decide(self, now_ns: int, in_flight: int, progress_ns: int, due_ns: int) -> Decision:
+        """Decide how to find the next completion.
+
+        Parameters
+        ----------
+        now_ns
+            The time.
+        in_flight
+            Operations on the device.
+        progress_ns
+            When something was last submitted or completed.
+        due_ns
+            When the next completion is expected, 0 if nothing is known.
+        """
+        if in_flight == 0:
+            return _IDLE
+        if self.mode == "poll":
+            return _LOOK
+        if self.mode == "hybrid" and self.spins:
+            lead = due_ns - now_ns
+            margin = margin_ns(max(lead, 0))
+            if lead > margin + _WORTH_NS:
+                return self._sleep(now_ns, due_ns - margin)
+            if due_ns and -lead < max(self.spin_ns, margin):
+                return _LOOK
+            if not due_ns and now_ns - progress_ns < self.spin_ns:
+                return _LOOK
+        return _MONITOR if self.monitor else Decision(Wake.SLEEP, now_ns + self.timer_ns)
+
+    def _sleep(self, now_ns: int, until_ns: int) -> Decision:
+        if until_ns - now_ns <= BOUNDED_NS:
+            return Decision(Wake.SLEEP, until_ns)
+        if self.monitor:
+            return Decision(Wake.SLEEP, until_ns, True)
+        return Decision(Wake.SLEEP, min(until_ns, now_ns + self.timer_ns))

@@ -1,0 +1,38 @@
+"""Measure aiooffload, side by side with other ways to do the same."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+# A command is a module with add_arguments(parser) and main(options). Until main is called it may
+# import nothing but the standard library.
+from benchmarks import completion
+
+COMMANDS = {"completion": completion}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary, _, _ = module.__doc__.partition("\n")
+        command = commands.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_argument("--no-setup", action="store_true", help="run in the Python at hand, install nothing")
+        module.add_arguments(command)
+    options = parser.parse_args(argv)
+    try:
+        return COMMANDS[options.command].main(options)
+    except KeyboardInterrupt:
+        print(f"\nscripts/bench {options.command}: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

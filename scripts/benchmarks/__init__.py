@@ -1,0 +1,1 @@
+"""What ``scripts/bench`` can measure: one module per command, the others are their parts."""

@@ -1,0 +1,37 @@
+"""What the benchmarks measure: one class per way to wait for a kernel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import ClassVar, Self
+
+LANES = 16
+
+
+class Mechanism(ABC):
+    """A way to await kernels. It is entered before it is used, once per round."""
+
+    name: ClassVar[str]
+    ours: ClassVar[bool] = False
+    concurrent: ClassVar[bool] = True
+    """Whether many tasks can wait at once; the others block the loop's thread."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    @abstractmethod
+    async def each(self, duration_ns: int, repeats: int) -> list[int]:
+        """Launch and await kernels one after another; return how long each took, in nanoseconds.
+
+        A duration of 0 means the empty kernel.
+        """
+
+    async def worker(self, lane: int, repeats: int) -> None:
+        """Launch and await empty kernels one after another, beside other workers."""
+        raise NotImplementedError(f"{self.name} blocks the loop")

@@ -1,0 +1,17 @@
+"""Builds the one C extension; everything else about the package is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+SOURCES = ("board", "clock", "cuda_stream", "host_stream", "module", "operation", "pack", "plan", "word")
+
+setup(
+    ext_modules=[
+        Extension(
+            "aiooffload._native._core",
+            sources=[f"aiooffload/_native/{name}.c" for name in SOURCES],
+            depends=["aiooffload/_native/native.h"],
+            extra_compile_args=["-O2", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror=implicit", "-pthread"],
+            libraries=["dl", "pthread"],
+        )
+    ]
+)

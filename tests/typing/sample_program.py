@@ -1,0 +1,92 @@
+"""A program as a user writes it, type-checked strictly by ``scripts/check`` and never run.
+
+Each ``assert_type`` states what a user may rely on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, assert_type
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aiooffload as ao
+
+SAXPY = r"""
+extern "C" __global__ void saxpy(float a, const float* x, float* y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] += a * x[i];
+}
+"""
+
+
+@ao.kernel(cuda=SAXPY)
+def saxpy(launch: ao.Launch, a: np.float32, x: ao.In[np.float32], y: ao.InOut[np.float32], n: np.int32) -> None:
+    y[:n] += a * x[:n]
+
+
+@ao.kernel
+def clear(launch: ao.Launch, y: ao.InOut[np.float32]) -> None:
+    y[:] = 0
+
+
+async def memory(off: ao.Offload, n: int) -> None:
+    """Buffers in every way to get one, and what comes back."""
+    buffer = await off.put(np.arange(n, dtype=np.float32))
+    assert_type(buffer, ao.Buffer)
+    half = off.empty((n // 2,), np.float32)
+    off.copy(half, buffer[: n // 2])
+    off.fill(half, np.float32(1))
+    result: NDArray[Any] = await off.get(half)
+    await off.get(buffer, out=result)
+    half.close()
+    pinned = await off.pinned((n,), np.float32)
+    pinned.array[:] = 0
+    print(buffer.shape, buffer.dtype)
+
+
+async def launches(off: ao.Offload, n: int) -> None:
+    """Launches, dependencies, waiting and cancelling."""
+    x, y = off.zeros(n, np.float32), off.zeros(n, np.float32)
+    await off.load(saxpy, clear)
+    first = off.launch(saxpy, grid=(n + 255) // 256, block=256, args=(2.0, x, y, n))
+    assert_type(first, ao.Operation[None])
+    second = off.launch(clear, grid=(1, 1, 1), block=(32, 1, 1), args=(y,), after=[first], timeout_s=5.0)
+    bound = off.bind(saxpy, grid=1, block=256, args=(2.0, x, y, n))
+    assert_type(bound(a=3.0), ao.Operation[None])
+    async with second:
+        await second
+    async with asyncio.TaskGroup() as group:
+        group.create_task(first.wait())
+    first.add_done_callback(lambda operation: print(operation.done(), operation.cancelled(), operation.exception()))
+    first.cancel()
+    await off.room()
+    await off.drain()
+    print(off.stats(), first.result())
+
+
+async def errors(off: ao.Offload) -> str:
+    """Errors by class, with what they carry."""
+    try:
+        await off.launch(clear, grid=1, block=1, args=(), instant=True)
+    except ao.WouldBlock:
+        return "later"
+    except ao.DeviceLostError as error:
+        return f"{error.operation} {error.status} {error.code} {error.lane} {error.suspects}"
+    except ao.CompileError as error:
+        return error.log
+    except (ao.OutOfMemoryError, ao.OffloadTimeout, ao.UsageError) as error:
+        return str(error)
+    return "ok"
+
+
+async def main() -> None:
+    async with ao.Offload("auto", lanes=16, wake="hybrid") as off:
+        await memory(off, 1024)
+        await launches(off, 1024)
+        print(await errors(off))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
