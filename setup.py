@@ -2,7 +2,7 @@
 
 from setuptools import Extension, setup
 
-SOURCES = ("board", "clock", "cuda_stream", "host_stream", "module", "operation", "pack", "plan", "word")
+SOURCES = ("board", "clock", "cuda_stream", "host_stream", "launcher", "module", "operation", "pack", "plan", "word")
 
 setup(
     ext_modules=[

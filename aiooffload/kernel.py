@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args, get_origin, overload
 
@@ -124,6 +124,10 @@ class Signature:
             raise UsageError(f"{function.__qualname__} takes `launch` as its first parameter")
         return cls([_parameter(p.name, p.annotation) for p in parameters[1:]])
 
+    def takes_nothing(self, sizes: tuple[int, ...] | None) -> bool:
+        """Whether the kernel has no parameters, where the driver says ``sizes`` (None: it cannot know)."""
+        return sizes == () if self.parameters is None else not self.parameters
+
     def read_only(self, index: int) -> bool:
         """Whether the kernel only reads argument ``index``."""
         return index < len(self._read_only) and self._read_only[index]
@@ -167,7 +171,8 @@ class Kernel:
         ``host(launch, *arguments)``: the implementation for the host device, run once per launch.
         Arrays arrive as NumPy arrays (read-only for ``ao.In``), scalars as NumPy scalars.
     options
-        Options for the runtime compiler, such as ``("-use_fast_math",)``.
+        Options for the runtime compiler: fields of ``cuda.core.ProgramOptions``, such as
+        ``{"use_fast_math": True}``.
     signature
         Parameters; by default those of ``host``.
 
@@ -185,7 +190,7 @@ class Kernel:
         cuda: str | None = None,
         image: bytes | None = None,
         host: Callable[..., object] | None = None,
-        options: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
         signature: Signature | None = None,
         core: CoreKernel | None = None,
     ) -> None:
@@ -195,7 +200,7 @@ class Kernel:
         self.cuda_source: Final = cuda
         self.image: Final = image
         self.host_function: Final = host
-        self.options: Final = tuple(options)
+        self.options: Final[Mapping[str, Any]] = dict(options or {})
         self.core: Final = core
         self.signature: Final = signature or (Signature(None) if host is None else Signature.of(host))
 
@@ -212,7 +217,7 @@ class Kernel:
 def kernel(function: Callable[..., object], /) -> Kernel: ...
 @overload
 def kernel(
-    *, cuda: str | None = None, name: str | None = None, options: Sequence[str] = ()
+    *, cuda: str | None = None, name: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., object]], Kernel]: ...
 def kernel(
     function: Callable[..., object] | None = None,
@@ -220,7 +225,7 @@ def kernel(
     *,
     cuda: str | None = None,
     name: str | None = None,
-    options: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Make a kernel of a host implementation and, with ``cuda=``, of CUDA source.
 
@@ -236,7 +241,7 @@ def kernel(
     name
         The entry point in ``cuda``; by default the name of ``function``.
     options
-        Options for the runtime compiler.
+        Options for the runtime compiler: fields of ``cuda.core.ProgramOptions``.
 
     Raises
     ------

@@ -23,6 +23,7 @@ from aiooffload.operation import Operation
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+    from aiooffload._native import Launcher
     from aiooffload.drivers.api import Device, DeviceProperties
     from aiooffload.engine.lanes import Lane
     from aiooffload.kernel import Kernel
@@ -99,6 +100,7 @@ class Offload:
         }
         # None before it was entered and after it was closed, and in a forked child.
         self._engine: Engine | None = None
+        self._launcher: Launcher | None = None
         self._state = "was not entered yet: use `async with`"
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -112,6 +114,7 @@ class Offload:
     async def _enter(self, device: Device) -> Offload:
         self._loop = asyncio.get_running_loop()
         self._engine = await Engine.open(device, **self._options)
+        self._launcher = self._engine.launcher
         self._state = ""
         _forked.add(self)
         return self
@@ -240,9 +243,12 @@ class Offload:
         *Cancellation.* Cancelling an await leaves the launch alone; see ``Operation.cancel``.
         *Source.* CUDA C++ Programming Guide, "Execution Configuration"; cuLaunchKernelEx.
         """
-        engine = self._engine
-        if engine is None or _get_running_loop() is not self._loop:
-            engine = self._open_engine()
+        launcher = self._launcher
+        if launcher is not None and not (after or shared_bytes or cooperative or lane or cluster or timeout_s is not None):
+            operation: Operation[None] | None = launcher.launch(kernel, grid, block, args)
+            if operation is not None:
+                return operation
+        engine = self._open_engine()
         geometry = (grid, block, shared_bytes, cluster, cooperative)
         return engine.launch(kernel, geometry, args, after, lane, instant, timeout_s)
 
@@ -484,10 +490,10 @@ class Offload:
         engine = self._open_engine()
         return {
             "device": engine.device.properties.label,
-            "submitted": engine.submitted,
+            "submitted": engine.board.pushed + engine.board.pending,
             "completed": engine.board.completed,
             "in_flight": engine.board.in_flight,
-            "pending": engine.lanes.pending,
+            "pending": engine.board.pending,
             "wakes": dict(engine.completion.wakes),
             "armings": engine.completion.armings,
             "watchdog_checks": engine.watchdog.checks,
@@ -522,7 +528,7 @@ def _host_bytes(array: NDArray[Any] | PinnedArray, buffer: Buffer, *, writes: bo
 def _after_fork_in_child() -> None:
     """A child has no threads of the parent and must not call its driver: every Offload is unusable."""
     for offload in list(_forked):
-        offload._engine = None
+        offload._engine = offload._launcher = None
         offload._state = "belongs to the parent process: open a new one in the child, before or without forking"
 
 

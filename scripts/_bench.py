@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -13,13 +14,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # import nothing but the standard library.
 from benchmarks import completion
 
-COMMANDS = {"completion": completion}
+
+class Command(Protocol):
+    """A module of ``benchmarks``."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def main(self, options: argparse.Namespace) -> int: ...
+
+
+COMMANDS: dict[str, Command] = {"completion": completion}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
+        assert module.__doc__ is not None
         summary, _, _ = module.__doc__.partition("\n")
         command = commands.add_parser(
             name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

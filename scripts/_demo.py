@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import sys
 import sysconfig
@@ -62,7 +63,8 @@ def words(text: str) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # File names need not be text.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # File names need not be text.
     out = sys.stderr if options.json == "-" else sys.stdout
     import uvloop
 
@@ -91,7 +93,7 @@ async def scan_tree(options: argparse.Namespace, root: Path, out: TextIO) -> tup
     from aiooffload.examples.scan import scan
 
     async with ao.Offload(options.device, lanes=options.lanes) as off:
-        device = str(off.device)
+        device = off.properties.label
         print(f"scanning {root} on {device}, {options.lanes} lanes", file=out, flush=True)
         with progress_on(out) as advance:
             return await scan(off, root, options.words, advance), device

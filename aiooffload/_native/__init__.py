@@ -3,7 +3,8 @@
 One file per thing in C: ``word.c`` (64-bit words shared with a device), ``operation.c`` (the
 awaitable's core), ``board.c`` (completion slots and the operations waiting on them), ``plan.c``
 (a launch's geometry and its running time estimate), ``pack.c`` (kernel parameters), ``clock.c``
-(timerfd), ``cuda_stream.c`` (the launch path and the wake on a GPU) and ``host_stream.c`` (the
+(timerfd), ``cuda_stream.c`` (streams and the wake on a GPU), ``launcher.c``
+(plain launches, from the call to the driver) and ``host_stream.c`` (the
 host device's streams).
 """
 
@@ -15,6 +16,7 @@ from aiooffload._native._core import (
     HostEvent,
     HostStream,
     LaneQueue,
+    Launcher,
     LaunchPlan,
     Operation,
     Timer,
@@ -34,6 +36,7 @@ __all__ = [
     "HostStream",
     "LaneQueue",
     "LaunchPlan",
+    "Launcher",
     "Operation",
     "Timer",
     "Word",

@@ -50,10 +50,6 @@ class LaunchPlan:
     @property
     def samples(self) -> int: ...
     @property
-    def mean_ns(self) -> float: ...
-    @property
-    def deviation_ns(self) -> float: ...
-    @property
     def expected_ns(self) -> int:
         """Expected duration, 0 while too few or too scattered samples are known."""
     def record(self, duration_ns: int) -> None:
@@ -123,6 +119,8 @@ class LaneQueue:
     def issued(self) -> int: ...
     @property
     def seen(self) -> int: ...
+    def attach(self, stream: Any, lane: Any) -> None:
+        """Name the stream and the lane it belongs to."""
     load: int
     """Operations queued for the lane on the host; counts for ``Board.pick``."""
     def push(self, operation: Operation) -> None:
@@ -139,7 +137,15 @@ class Board:
     @property
     def in_flight(self) -> int: ...
     @property
+    def pushed(self) -> int: ...
+    @property
     def completed(self) -> int: ...
+    pending: int
+    """Operations waiting on the host."""
+    paused: int
+    """Maintenance barriers up."""
+    watched: bool
+    """Whether a look is scheduled, so that a push need not tell anybody."""
     def pick(self, first: int, last: int) -> int:
         """Index of the least busy lane in range(first, last), rotating among equals."""
     def poll(self, spin_ns: int = 0) -> int:
@@ -151,6 +157,28 @@ class Board:
         """The earliest known due time over all lanes in flight, 0 if none is known."""
     def abandon(self) -> list[Operation]:
         """Empty every queue, oldest first per lane, finishing nothing."""
+
+class Launcher:
+    """The launch path of one Offload: plain launches that can go to the device at once."""
+
+    def __init__(
+        self,
+        board: Board,
+        loop: asyncio.AbstractEventLoop,
+        owner: Any,
+        operation_type: type[Operation],
+        notice: Callable[[], None],
+        on_error: Callable[[Any, BaseException], None],
+    ) -> None: ...
+    ready: bool
+    """Whether the Offload is open and its marks are words."""
+    def launch(self, kernel: Any, grid: Any, block: Any, args: Any) -> Any:
+        """Launch and return the operation, or None with nothing done: not for this path."""
+    def learn(
+        self, kernel: Any, grid: Any, block: Any, plan: LaunchPlan, formats: bytes | None, prepared: Any
+    ) -> None:
+        """Take a kernel in one geometry; ``prepared`` is for a launch without arguments, or None."""
+    def forget(self) -> None: ...
 
 class Timer:
     """A one-shot timerfd with nanosecond resolution."""

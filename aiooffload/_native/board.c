@@ -13,6 +13,18 @@
 
 static inline uint64_t head_sequence(const AoQueue *q) { return q->issued - q->in_flight + 1; }
 
+void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
+    uint32_t place = (self->head + self->in_flight) % self->depth;
+    self->ring[place] = (AoOperation *)Py_NewRef(op);
+    self->started_ns[place] = started_ns;
+    self->in_flight++;
+    self->issued++;
+    self->board->in_flight++;
+    self->board->pushed++;
+    op->sequence = self->issued;
+    Py_XSETREF(op->queue, Py_NewRef(self));
+}
+
 static PyObject *queue_push(AoQueue *self, PyObject *arg) {
     if (!PyObject_TypeCheck(arg, &AoOperation_Type)) {
         PyErr_SetString(PyExc_TypeError, "push() takes an Operation");
@@ -22,15 +34,15 @@ static PyObject *queue_push(AoQueue *self, PyObject *arg) {
         PyErr_SetString(PyExc_IndexError, "the lane is full or its board is gone");
         return NULL;
     }
-    AoOperation *op = (AoOperation *)arg;
-    uint32_t place = (self->head + self->in_flight) % self->depth;
-    self->ring[place] = (AoOperation *)Py_NewRef(op);
-    self->started_ns[place] = ao_now_ns();
-    self->in_flight++;
-    self->issued++;
-    self->board->in_flight++;
-    op->sequence = self->issued;
-    Py_XSETREF(op->queue, Py_NewRef(self));
+    ao_queue_push(self, (AoOperation *)arg, ao_now_ns());
+    Py_RETURN_NONE;
+}
+
+static PyObject *queue_attach(AoQueue *self, PyObject *args) {
+    PyObject *stream, *lane;
+    if (!PyArg_ParseTuple(args, "OO:attach", &stream, &lane)) return NULL;
+    Py_XSETREF(self->stream, Py_NewRef(stream));
+    Py_XSETREF(self->lane, Py_NewRef(lane));
     Py_RETURN_NONE;
 }
 
@@ -67,11 +79,15 @@ static PyObject *queue_operations(AoQueue *self, PyObject *Py_UNUSED(ignored)) {
 
 static int queue_traverse(AoQueue *self, visitproc visit, void *arg) {
     Py_VISIT(self->slot);
+    Py_VISIT(self->stream);
+    Py_VISIT(self->lane);
     for (uint32_t i = 0; self->ring && i < self->in_flight; i++) Py_VISIT(self->ring[(self->head + i) % self->depth]);
     return 0;
 }
 
 static int queue_clear(AoQueue *self) {
+    Py_CLEAR(self->stream);
+    Py_CLEAR(self->lane);
     while (self->ring && self->in_flight) Py_DECREF(queue_pop(self));
     return 0;
 }
@@ -91,6 +107,7 @@ static PyObject *queue_next_sequence(AoQueue *self, void *Py_UNUSED(c)) {
 
 static PyMethodDef queue_methods[] = {
     {"push", (PyCFunction)queue_push, METH_O, "Take an operation whose mark next_sequence was enqueued."},
+    {"attach", (PyCFunction)queue_attach, METH_VARARGS, "Name the stream and the lane it belongs to."},
     {"due_ns", (PyCFunction)queue_due_ns, METH_NOARGS, "When the oldest operation is expected to be done, 0 if unknown."},
     {"operations", (PyCFunction)queue_operations, METH_NOARGS, "The operations in flight, oldest first."},
     {NULL, NULL, 0, NULL},
@@ -123,10 +140,6 @@ PyTypeObject AoQueue_Type = {
 
 /* ---- board ---- */
 
-static inline AoQueue *lane_at(const AoBoard *board, Py_ssize_t i) {
-    return (AoQueue *)PyList_GET_ITEM(board->lanes, i);
-}
-
 static void record_duration(const AoBoard *board, AoQueue *lane, int64_t started, AoPlan *plan, int64_t now) {
     if (lane->last_done_ns > started) started = lane->last_done_ns;
     if (now - board->looked_ns <= EXACT_NS)
@@ -141,7 +154,10 @@ static Py_ssize_t collect_lane(const AoBoard *board, AoQueue *lane, AoOperation 
     uint64_t seen = ao_word_load(lane->slot);
     lane->seen = seen;
     int64_t started = lane->started_ns[lane->head];
-    while (lane->in_flight && count < room && ao_reached(seen, head_sequence(lane))) out[count++] = queue_pop(lane);
+    while (lane->in_flight && count < room && ao_reached(seen, head_sequence(lane))) {
+        out[count] = queue_pop(lane);
+        out[count++]->finished_ns = now;
+    }
     if (count == 0) return 0;
     /* Of several that arrived together only the sum is known: that teaches nothing about one. */
     if (count == 1 && out[0]->plan) record_duration(board, lane, started, (AoPlan *)out[0]->plan, now);
@@ -153,7 +169,7 @@ static Py_ssize_t collect(AoBoard *board, AoOperation **out) {
     Py_ssize_t count = 0, lanes = PyList_GET_SIZE(board->lanes);
     int64_t now = ao_now_ns();
     for (Py_ssize_t i = 0; i < lanes && count < BATCH; i++) {
-        AoQueue *lane = lane_at(board, i);
+        AoQueue *lane = ao_board_lane(board, i);
         if (lane->in_flight) count += collect_lane(board, lane, out + count, BATCH - count, now);
     }
     board->looked_ns = now;
@@ -182,7 +198,7 @@ static void spin(AoBoard *board, int64_t until) {
     uint64_t heads[MAX_SPIN_LANES];
     int watched = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(board->lanes) && watched < MAX_SPIN_LANES; i++) {
-        AoQueue *lane = lane_at(board, i);
+        AoQueue *lane = ao_board_lane(board, i);
         if (!lane->in_flight) continue;
         slots[watched] = (AoWord *)Py_NewRef(lane->slot);
         heads[watched++] = head_sequence(lane);
@@ -212,6 +228,19 @@ static PyObject *board_poll(AoBoard *self, PyObject *const *args, Py_ssize_t nar
     return PyLong_FromSsize_t(count);
 }
 
+Py_ssize_t ao_board_pick(AoBoard *self, Py_ssize_t first, Py_ssize_t last) {
+    Py_ssize_t span = last - first, best = first, best_load = PY_SSIZE_T_MAX;
+    Py_ssize_t i = self->rotate >= first && self->rotate < last ? self->rotate : first;
+    for (Py_ssize_t k = 0; k < span && best_load > 0; k++) {
+        AoQueue *lane = ao_board_lane(self, i);
+        Py_ssize_t load = (Py_ssize_t)lane->in_flight + lane->load;
+        if (load < best_load) best = i, best_load = load;
+        if (++i == last) i = first;
+    }
+    self->rotate = best + 1;
+    return best;
+}
+
 static PyObject *board_pick(AoBoard *self, PyObject *const *args, Py_ssize_t nargs) {
     Py_ssize_t first = nargs == 2 ? PyLong_AsSsize_t(args[0]) : -1, last = nargs == 2 ? PyLong_AsSsize_t(args[1]) : -1;
     if (PyErr_Occurred()) return NULL;
@@ -219,15 +248,7 @@ static PyObject *board_pick(AoBoard *self, PyObject *const *args, Py_ssize_t nar
         PyErr_SetString(PyExc_ValueError, "pick(first, last) takes a range of lanes that is not empty");
         return NULL;
     }
-    Py_ssize_t span = last - first, best = -1, best_load = PY_SSIZE_T_MAX;
-    Py_ssize_t start = self->rotate++ % span;
-    for (Py_ssize_t k = 0; k < span && best_load > 0; k++) {
-        Py_ssize_t i = first + (start + k) % span;
-        AoQueue *lane = lane_at(self, i);
-        Py_ssize_t load = (Py_ssize_t)lane->in_flight + lane->load;
-        if (load < best_load) best = i, best_load = load;
-    }
-    return PyLong_FromSsize_t(best);
+    return PyLong_FromSsize_t(ao_board_pick(self, first, last));
 }
 
 static PyObject *board_add(AoBoard *self, PyObject *args, PyObject *kwargs) {
@@ -261,7 +282,7 @@ static PyObject *board_add(AoBoard *self, PyObject *args, PyObject *kwargs) {
 static PyObject *board_due_ns(AoBoard *self, PyObject *Py_UNUSED(ignored)) {
     int64_t earliest = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->lanes); i++) {
-        AoQueue *lane = lane_at(self, i);
+        AoQueue *lane = ao_board_lane(self, i);
         if (!lane->in_flight) continue;
         int64_t due = queue_due(lane);
         if (due && (!earliest || due < earliest)) earliest = due;
@@ -272,7 +293,7 @@ static PyObject *board_due_ns(AoBoard *self, PyObject *Py_UNUSED(ignored)) {
 static PyObject *board_abandon(AoBoard *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(self->lanes); i++) {
-        AoQueue *lane = lane_at(self, i);
+        AoQueue *lane = ao_board_lane(self, i);
         while (lane->in_flight) {
             AoOperation *op = queue_pop(lane);
             int status = PyList_Append(list, (PyObject *)op);
@@ -300,7 +321,7 @@ static int board_traverse(AoBoard *self, visitproc visit, void *arg) {
 }
 
 static int board_clear(AoBoard *self) {
-    for (Py_ssize_t i = 0; self->lanes && i < PyList_GET_SIZE(self->lanes); i++) lane_at(self, i)->board = NULL;
+    for (Py_ssize_t i = 0; self->lanes && i < PyList_GET_SIZE(self->lanes); i++) ao_board_lane(self, i)->board = NULL;
     Py_CLEAR(self->lanes);
     return 0;
 }
@@ -321,7 +342,11 @@ static PyMethodDef board_methods[] = {
 };
 static PyMemberDef board_members[] = {
     {"in_flight", T_PYSSIZET, offsetof(AoBoard, in_flight), READONLY, NULL},
+    {"pushed", T_ULONGLONG, offsetof(AoBoard, pushed), READONLY, NULL},
     {"completed", T_ULONGLONG, offsetof(AoBoard, completed), READONLY, NULL},
+    {"pending", T_PYSSIZET, offsetof(AoBoard, pending), 0, NULL},
+    {"paused", T_PYSSIZET, offsetof(AoBoard, paused), 0, NULL},
+    {"watched", T_BOOL, offsetof(AoBoard, watched), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 PyTypeObject AoBoard_Type = {

@@ -18,7 +18,6 @@ enum {
     FIRST_CAPACITY = 64,       /* commands a new stream has room for; a power of two */
     INLINE_BYTES = 16 << 10,   /* copies and fills up to here are cheaper than letting the interpreter go */
     PIECE_BYTES = 256 << 10,   /* longer ones look in between whether the interpreter is going away */
-    FAIR_KERNELS = 64,         /* kernels that are not Python functions between two offers of the interpreter */
 };
 
 #if PY_VERSION_HEX < 0x030D0000
@@ -413,7 +412,8 @@ static void keep_failure(AoOperation *operation) {
     else Py_XSETREF(operation->failure, failure);
 }
 
-/* With the interpreter. The references go before the mark: who sees the mark finds nothing of the
+/* With the interpreter, which is offered to others by the kernel alone: a Python function does so.
+ * The references go before the mark: who sees the mark finds nothing of the
  * launch held here, and the operation's last reference is not dropped on this thread. */
 static void run_kernel(HostStream *self, const Command *c) {
     PyObject *result = PyObject_Call(c->kernel.plan->callable, c->kernel.prepared, NULL);
@@ -422,18 +422,6 @@ static void run_kernel(HostStream *self, const Command *c) {
     uint64_t sequence = c->kernel.sequence;
     command_release(c);
     if (sequence) write_mark(self, sequence);
-}
-
-/* Python functions offer the interpreter to others by themselves, others may never do. */
-static void run_kernel_fairly(HostStream *self, const Command *c, PyThreadState **released, unsigned *turns) {
-    int foreign = !PyFunction_Check(c->kernel.plan->callable);
-    if (*released) *turns = 0;
-    interpreter_take(released);
-    run_kernel(self, c);
-    if (foreign && ++*turns == FAIR_KERNELS) {
-        *turns = 0;
-        interpreter_release(released);
-    }
 }
 
 /* A command's word is done with: the reference waits for somebody who has the interpreter. */
@@ -500,9 +488,12 @@ static void wake(int descriptor) {
     while (write(descriptor, &one, sizeof one) < 0 && errno == EINTR) {}
 }
 
-static void execute(HostStream *self, const Command *c, PyThreadState **released, unsigned *turns) {
+static void execute(HostStream *self, const Command *c, PyThreadState **released) {
     switch (c->kind) {
-    case KERNEL: run_kernel_fairly(self, c, released, turns); break;
+    case KERNEL:
+        interpreter_take(released);
+        run_kernel(self, c);
+        break;
     case MARK: write_mark(self, c->sequence); break;
     case WRITE:
         write_word(c->word.word, c->word.value);
@@ -538,9 +529,8 @@ static PyObject *stream_run(HostStream *self, PyObject *Py_UNUSED(ignored)) {
         return NULL;
     }
     PyThreadState *released = NULL;
-    unsigned turns = 0;
     Command c;
-    while (next_command(self, &c, &released)) execute(self, &c, &released, &turns);
+    while (next_command(self, &c, &released)) execute(self, &c, &released);
     interpreter_take(&released);
     drop_used(self);
     pthread_mutex_lock(&self->mutex);

@@ -29,6 +29,7 @@ PyMODINIT_FUNC PyInit__core(void) {
         {"Wait", &AoWait_Type},
         {"LaneQueue", &AoQueue_Type},
         {"Board", &AoBoard_Type},
+        {"Launcher", &AoLauncher_Type},
         {"Timer", &AoTimer_Type},
         {"CudaStream", &AoCudaStream_Type},
         {"CudaEvent", &AoCudaEvent_Type},

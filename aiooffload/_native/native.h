@@ -41,6 +41,7 @@ static inline uint64_t ao_word_load(const AoWord *w) { return __atomic_load_n(w-
 void ao_host_notify(void);
 
 /* ---- plan.c: geometry of a launch and the running estimate of its duration ---- */
+#define AO_PLAN_WINDOW 4
 typedef struct {
     PyObject_HEAD
     PyObject *name;           /* str */
@@ -49,9 +50,9 @@ typedef struct {
     unsigned grid[3], block[3], cluster[3]; /* cluster[0] == 0: none */
     unsigned shared_bytes;
     int cooperative;
-    /* Smoothed mean and mean deviation; touched with the interpreter held only. */
+    /* The last durations, at samples % AO_PLAN_WINDOW; touched with the interpreter held only. */
     uint32_t samples;
-    double mean_ns, deviation_ns;
+    double recent_ns[AO_PLAN_WINDOW];
 } AoPlan;
 extern PyTypeObject AoPlan_Type;
 void ao_plan_record(AoPlan *plan, int64_t duration_ns);
@@ -98,6 +99,7 @@ typedef struct AoQueue {
     int64_t *started_ns;      /* per ring place: when it was pushed */
     int64_t last_done_ns;     /* when the lane last completed something */
     Py_ssize_t load;          /* operations queued for it on the host */
+    PyObject *stream, *lane;  /* what it belongs to; NULL until attach() */
     struct AoBoard *board;    /* borrowed: the board outlives its queues' use, it empties them when it goes */
 } AoQueue;
 typedef struct AoBoard {
@@ -106,9 +108,22 @@ typedef struct AoBoard {
     Py_ssize_t in_flight;     /* sum over the lanes */
     Py_ssize_t rotate;        /* where pick() starts looking */
     int64_t looked_ns;        /* when poll() last looked: what arrived since has an inexact end */
-    unsigned long long completed;
+    unsigned long long pushed, completed; /* ever */
+    Py_ssize_t pending;       /* operations on the host that could not go yet: later ones queue behind */
+    Py_ssize_t paused;        /* barriers up */
+    char watched;             /* a look is scheduled: a push need not tell anybody */
 } AoBoard;
 extern PyTypeObject AoQueue_Type, AoBoard_Type;
+static inline AoQueue *ao_board_lane(const AoBoard *board, Py_ssize_t i) {
+    return (AoQueue *)PyList_GET_ITEM(board->lanes, i);
+}
+/* Index of the least busy lane of [first, last), which is not empty. */
+Py_ssize_t ao_board_pick(AoBoard *board, Py_ssize_t first, Py_ssize_t last);
+/* The mark issued + 1 of a lane that has room was enqueued for `op`. */
+void ao_queue_push(AoQueue *queue, AoOperation *op, int64_t started_ns);
+
+/* ---- launcher.c: the launch path ---- */
+extern PyTypeObject AoLauncher_Type;
 
 extern PyTypeObject AoTimer_Type;                                   /* clock.c */
 PyObject *ao_timer_slack(PyObject *module, PyObject *value);        /* clock.c */
@@ -117,6 +132,8 @@ extern PyTypeObject AoHostContext_Type, AoHostEvent_Type, AoHostStream_Type; /* 
 
 PyObject *ao_pack(PyObject *module, PyObject *args);                 /* pack.c */
 PyObject *ao_cuda_initialise(PyObject *module, PyObject *error);     /* cuda_stream.c */
-int ao_operation_module_init(PyObject *module);                                      /* operation.c */
+int ao_operation_module_init(PyObject *module);                      /* operation.c */
+PyObject *ao_running_loop(void);                                     /* operation.c; new reference */
+PyObject *ao_pack_arguments(const char *formats, Py_ssize_t count, PyObject *arguments); /* pack.c; None: slow path */
 
 #endif

@@ -6,8 +6,8 @@
  */
 #include "native.h"
 
-static PyObject *s_set_result, *s_done, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler;
-static PyObject *get_running_loop, *copy_context, *cancelled_error;
+static PyObject *s_set_result, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler;
+static PyObject *get_running_loop, *copy_context, *cancelled_error, *invalid_state;
 
 int ao_operation_module_init(PyObject *module) {
     (void)module;
@@ -15,30 +15,33 @@ int ao_operation_module_init(PyObject *module) {
     if (!asyncio || !contextvars) return -1;
     get_running_loop = PyObject_GetAttrString(asyncio, "_get_running_loop");
     cancelled_error = PyObject_GetAttrString(asyncio, "CancelledError");
+    invalid_state = PyObject_GetAttrString(asyncio, "InvalidStateError");
     copy_context = PyObject_GetAttrString(contextvars, "copy_context");
     Py_DECREF(asyncio);
     Py_DECREF(contextvars);
     s_set_result = PyUnicode_InternFromString("set_result");
-    s_done = PyUnicode_InternFromString("done");
     s_create_future = PyUnicode_InternFromString("create_future");
     s_blocking = PyUnicode_InternFromString("_asyncio_future_blocking");
     s_call_soon = PyUnicode_InternFromString("call_soon");
     s_context = PyUnicode_InternFromString("context");
     s_handler = PyUnicode_InternFromString("call_exception_handler");
-    return get_running_loop && cancelled_error && copy_context && s_handler ? 0 : -1;
+    return get_running_loop && cancelled_error && invalid_state && copy_context && s_handler ? 0 : -1;
 }
+
+PyObject *ao_running_loop(void) { return PyObject_CallNoArgs(get_running_loop); }
 
 /* ---- finishing ---- */
 
 static int wake_future(PyObject *future) {
-    PyObject *done = PyObject_CallMethodNoArgs(future, s_done);
-    if (!done) return -1;
-    int is_done = PyObject_IsTrue(done); /* cancelled, and its task has not run yet */
-    Py_DECREF(done);
-    if (is_done) return is_done < 0 ? -1 : 0;
     PyObject *ignored = PyObject_CallMethodOneArg(future, s_set_result, Py_None);
-    Py_XDECREF(ignored);
-    return ignored ? 0 : -1;
+    if (ignored) {
+        Py_DECREF(ignored);
+        return 0;
+    }
+    /* Cancelled, and its task has not run yet: nothing to wake. */
+    if (!PyErr_ExceptionMatches(invalid_state)) return -1;
+    PyErr_Clear();
+    return 0;
 }
 
 static int schedule_callback(AoOperation *op, PyObject *fn, PyObject *context) {
@@ -67,7 +70,7 @@ int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure) {
     if (failure && failure != Py_None) Py_XSETREF(op->failure, Py_NewRef(failure));
     if (!op->failure) Py_XSETREF(op->result, Py_NewRef(result ? result : Py_None));
     op->finished = 1;
-    op->finished_ns = ao_now_ns();
+    if (!op->finished_ns) op->finished_ns = ao_now_ns(); /* the board sets it when it saw the mark */
     PyObject *waiters = op->waiters, *callbacks = op->callbacks, *keep = op->keep, *arrival = op->arrival;
     op->waiters = op->callbacks = op->keep = op->arrival = NULL;
     int status = 1;
@@ -226,7 +229,7 @@ static void remove_waiter(AoWait *wait) {
 }
 
 static int check_loop(AoOperation *op) {
-    PyObject *running = PyObject_CallNoArgs(get_running_loop);
+    PyObject *running = ao_running_loop();
     if (!running) return -1;
     int same = running == op->loop;
     Py_DECREF(running);
@@ -272,15 +275,15 @@ static PySendResult wait_send(AoWait *self, PyObject *Py_UNUSED(value), PyObject
 static PyObject *wait_iternext(AoWait *self) {
     PyObject *result;
     PySendResult status = wait_send(self, Py_None, &result);
-    if (status == PYGEN_RETURN) {
-        /* StopIteration(value) built by hand: a tuple or exception as value must not be unpacked. */
+    if (status != PYGEN_RETURN) return result;
+    if (result != Py_None) { /* ending without an exception means None, which is what most await to */
+        /* Built by hand: as a bare value, a tuple or an exception would be unpacked. */
         PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
         if (stop) PyErr_SetObject(PyExc_StopIteration, stop);
         Py_XDECREF(stop);
-        Py_DECREF(result);
-        return NULL;
     }
-    return result;
+    Py_DECREF(result);
+    return NULL;
 }
 
 static PyObject *wait_py_send(AoWait *self, PyObject *Py_UNUSED(value)) { return wait_iternext(self); }

@@ -63,13 +63,8 @@ static int pack_one(char format, PyObject *value, char *out) {
     return 1;
 }
 
-/* pack(formats: bytes, arguments: tuple) -> bytes, or None if one needs the slow path */
-PyObject *ao_pack(PyObject *Py_UNUSED(module), PyObject *args) {
-    const char *formats;
-    Py_ssize_t count;
-    PyObject *arguments;
+PyObject *ao_pack_arguments(const char *formats, Py_ssize_t count, PyObject *arguments) {
     if (!s_address && !(s_address = PyUnicode_InternFromString("address"))) return NULL;
-    if (!PyArg_ParseTuple(args, "y#O!:pack", &formats, &count, &PyTuple_Type, &arguments)) return NULL;
     if (PyTuple_GET_SIZE(arguments) != count) Py_RETURN_NONE;
     Py_ssize_t header = ((4 + 4 * count) + 15) / 16 * 16, total = header + 16 * count;
     PyObject *packed = PyBytes_FromStringAndSize(NULL, total);
@@ -87,4 +82,13 @@ PyObject *ao_pack(PyObject *Py_UNUSED(module), PyObject *args) {
         Py_RETURN_NONE;
     }
     return packed;
+}
+
+/* pack(formats: bytes, arguments: tuple) -> bytes, or None if one needs the slow path */
+PyObject *ao_pack(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *formats;
+    Py_ssize_t count;
+    PyObject *arguments;
+    if (!PyArg_ParseTuple(args, "y#O!:pack", &formats, &count, &PyTuple_Type, &arguments)) return NULL;
+    return ao_pack_arguments(formats, count, arguments);
 }

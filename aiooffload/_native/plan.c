@@ -1,51 +1,56 @@
-/* The geometry of a launch, and a running estimate of how long it takes.
+/* The geometry of a launch, and an estimate of how long it takes.
  *
- * The estimate is what lets the loop sleep until shortly before a completion is due. It is fed
- * by the board with one of two kinds of sample:
+ * The estimate is what lets the loop sleep until shortly before a completion is due: the shortest
+ * of the last few durations, since waking early costs a little spinning and waking late costs the
+ * whole gain. A kernel whose duration follows its arguments is known again after as many launches.
+ *
+ * The board feeds it one of two kinds of sample:
  *   exact     the board was looking all the time, so the duration is known;
  *   censored  the board came back from a sleep and the mark was there: the true end lies
  *             somewhere in (lower, upper).
  * A late wake must not teach a longer duration, or the estimate would drift up for ever: a
- * censored sample that agrees with the mean lowers it a little, until the loop wakes early
- * enough to see the end exactly.
+ * censored sample that agrees with the estimate takes a little off it, until the loop wakes early
+ * enough to see the end as it happens.
  */
 #include "native.h"
 
-#define DOWN 0.5           /* weight of an exact sample below the mean: follow a faster kernel at once */
-#define UP 0.125           /* weight of one above it: one disturbed launch must not delay the next wake */
-#define PROBE 0.03         /* what a censored sample takes off the mean */
-#define SCATTER_LIMIT 0.25 /* mean deviation over mean above which nothing is predicted */
+#define PROBE 0.03         /* what a censored sample takes off the estimate */
+#define SCATTER_LIMIT 0.5  /* shortest over longest sample below which nothing is predicted */
 #define MIN_SAMPLES 2
 
+static uint32_t known(const AoPlan *plan) { return plan->samples < AO_PLAN_WINDOW ? plan->samples : AO_PLAN_WINDOW; }
+
+static double shortest(const AoPlan *plan) {
+    double least = plan->recent_ns[0];
+    for (uint32_t i = 1; i < known(plan); i++)
+        if (plan->recent_ns[i] < least) least = plan->recent_ns[i];
+    return least;
+}
+
+static double longest(const AoPlan *plan) {
+    double most = plan->recent_ns[0];
+    for (uint32_t i = 1; i < known(plan); i++)
+        if (plan->recent_ns[i] > most) most = plan->recent_ns[i];
+    return most;
+}
+
 void ao_plan_record(AoPlan *plan, int64_t duration_ns) {
-    double sample = (double)(duration_ns > 0 ? duration_ns : 0);
-    if (plan->samples == 0) {
-        plan->mean_ns = sample;
-        plan->deviation_ns = 0.0;
-    } else {
-        double error = sample - plan->mean_ns;
-        plan->mean_ns += error * (error < 0 ? DOWN : UP);
-        plan->deviation_ns += ((error < 0 ? -error : error) - plan->deviation_ns) * UP;
-    }
-    if (plan->samples < UINT32_MAX) plan->samples++;
+    plan->recent_ns[plan->samples % AO_PLAN_WINDOW] = (double)(duration_ns > 0 ? duration_ns : 0);
+    plan->samples++;
 }
 
 void ao_plan_record_between(AoPlan *plan, int64_t lower_ns, int64_t upper_ns) {
     double lower = (double)(lower_ns > 0 ? lower_ns : 0), upper = (double)upper_ns;
-    if (plan->samples == 0 || plan->mean_ns > upper) {
-        plan->mean_ns = upper * (1.0 - PROBE);
-    } else if (plan->mean_ns < lower) {
-        plan->mean_ns += (lower - plan->mean_ns) * DOWN;
-    } else {
-        double probed = plan->mean_ns * (1.0 - PROBE);
-        plan->mean_ns = probed > lower ? probed : lower;
-    }
-    if (plan->samples < UINT32_MAX) plan->samples++;
+    double estimate = plan->samples ? shortest(plan) : upper;
+    if (estimate > upper) estimate = upper;
+    estimate *= 1.0 - PROBE;
+    ao_plan_record(plan, (int64_t)(estimate > lower ? estimate : lower));
 }
 
 int64_t ao_plan_expected(const AoPlan *plan) {
-    if (plan->samples < MIN_SAMPLES || plan->deviation_ns > SCATTER_LIMIT * plan->mean_ns) return 0;
-    double expected = plan->mean_ns - plan->deviation_ns;
+    if (plan->samples < MIN_SAMPLES) return 0;
+    double expected = shortest(plan);
+    if (expected < SCATTER_LIMIT * longest(plan)) return 0;
     return expected > 1.0 ? (int64_t)expected : 1;
 }
 
@@ -140,8 +145,6 @@ static PyMemberDef plan_members[] = {
     {"callable", T_OBJECT, offsetof(AoPlan, callable), READONLY, NULL},
     {"shared_bytes", T_UINT, offsetof(AoPlan, shared_bytes), READONLY, NULL},
     {"samples", T_UINT, offsetof(AoPlan, samples), READONLY, NULL},
-    {"mean_ns", T_DOUBLE, offsetof(AoPlan, mean_ns), READONLY, NULL},
-    {"deviation_ns", T_DOUBLE, offsetof(AoPlan, deviation_ns), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

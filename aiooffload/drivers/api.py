@@ -29,7 +29,7 @@ barrier only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -103,8 +103,12 @@ class KernelSource(Protocol):
         """PTX or cubin, if it was given compiled."""
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """Options for the runtime compiler."""
+    def core(self) -> Any | None:
+        """A ``cuda.core`` kernel, if it was given loaded."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options for the runtime compiler: fields of ``cuda.core.ProgramOptions``."""
 
     @property
     def host_function(self) -> Any | None:

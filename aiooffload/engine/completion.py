@@ -129,8 +129,6 @@ class Completion:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer = Timer()
         self._slack = timer_slack(1)
-        # Whether _turn is scheduled: then no timer is needed, and submissions need not tell.
-        self._looking = False
         # Whether a wait is on the monitor stream whose wake was not read yet.
         self.armed = False
         self._timer_ns = 0
@@ -143,8 +141,8 @@ class Completion:
 
     def notice(self) -> None:
         """Something was enqueued: look again soon. Called after every push."""
-        if not self._looking:
-            self._looking = True
+        if not self._board.watched:
+            self._board.watched = True
             self._progress_ns = now_ns()
             self._loop.call_soon(self._turn)
 
@@ -157,7 +155,7 @@ class Completion:
 
     def _turn(self) -> None:
         """Look once, then decide how to find the next completion."""
-        self._looking = False
+        self._board.watched = False
         if self._closed:
             return
         try:
@@ -176,7 +174,7 @@ class Completion:
         if board.in_flight:
             self._on_flight()
         decision = self.policy.decide(now, board.in_flight, self._progress_ns, board.due_ns())
-        if self._looking:  # what arrived has made room for more: look again before deciding
+        if board.watched:  # what arrived has made room for more: look again before deciding
             return
         if decision.wake is Wake.LOOK:
             self._look_again()
@@ -191,8 +189,8 @@ class Completion:
             self._set_timer(0)
 
     def _look_again(self) -> None:
-        if not self._looking:
-            self._looking = True
+        if not self._board.watched:
+            self._board.watched = True
             self._loop.call_soon(self._turn)
 
     def _arm(self) -> bool:
@@ -237,7 +235,7 @@ class Completion:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._looking and not self._closed:
+        if not self._board.watched and not self._closed:
             self._turn()
 
     def stop(self, *, lost: bool) -> None:

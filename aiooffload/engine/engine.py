@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from aiooffload._native import Board
+from aiooffload._native import Board, Launcher
 from aiooffload.engine.completion import Completion, EventMarks
 from aiooffload.engine.copies import (
     INLINE_NBYTES,
@@ -80,12 +80,14 @@ class Engine:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_calls: list[Callable[[], None]] = []
         self._drains: list[asyncio.Future[None]] = []
-        self.submitted = 0
         self.memory: Final = Memory(device, self.loop, self)
         self.board: Final = Board()
-        self.kernels: Final = Kernels(device, self.offload, self.maintain)
         words = self.memory.register((lanes + 1) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
+        self.launcher: Final = Launcher(
+            self.board, self.loop, self, Operation, self.completion.notice, self._refused
+        )
+        self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain)
         self.watchdog = Watchdog(
             self.loop,
             lambda: self.board.in_flight,
@@ -110,7 +112,9 @@ class Engine:
     def _make_lane(self, index: int, slot: Word, bell: Word, depth: int) -> Lane:
         stream = self.device.create_stream()
         stream.bind_marks(slot, bell)
-        return Lane(index, stream, self.board.add(slot, depth), self.device.create_event())
+        lane = Lane(index, stream, self.board.add(slot, depth), self.device.create_event())
+        lane.queue.attach(stream, lane)
+        return lane
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -143,6 +147,7 @@ class Engine:
         reason = await selftest(self.lanes.lanes, self.completion, function)
         if reason:
             self._fall_back(reason)
+        self.launcher.ready = not reason
 
     def _fall_back(self, reason: str) -> None:
         self.fallback = reason
@@ -167,7 +172,7 @@ class Engine:
         instant: bool,
         timeout_s: float | None,
     ) -> Operation[None]:
-        """Submit a launch; see ``Offload.launch``."""
+        """Submit a launch that the launch path does not take; see ``Offload.launch``."""
         if self.refusal is not None:
             raise self.refusal()
         try:
@@ -182,12 +187,14 @@ class Engine:
         operation: Operation[None] = Operation(self.loop, self, kernel.name)
         operation.plan = site.plan
         operation.prepared = site.prepare(args)
-        if uses or after or lane is not None or instant or timeout_s is not None or self.lanes.pending:
-            self.submit(operation, uses, after, lane, instant, timeout_s, keep=args)
-        else:
-            self.submitted += 1
-            self.lanes.place(operation, None)
+        self.submit(operation, uses, after, lane, instant, timeout_s, keep=args)
         return operation
+
+    def _refused(self, operation: Operation[Any], error: BaseException) -> None:
+        """The driver refused a launch of the launch path: as in ``Lanes``, it is the operation's failure."""
+        operation.finish(failure=error)
+        if isinstance(error, DeviceLostError):
+            self.lose(error)
 
     def _launch_after_load(
         self,
@@ -255,7 +262,6 @@ class Engine:
         operation.requires = tuple(requires) or None
         leases = [buffer.allocation.lease for buffer, _ in uses]
         operation.keep = (operation.keep, keep, leases)
-        self.submitted += 1
         if timeout_s is not None:
             self._expire_after(operation, timeout_s)
         for awaitable in awaited:
@@ -318,7 +324,7 @@ class Engine:
         return arrived
 
     def _on_progress(self) -> None:
-        if self.lanes.pending:
+        if self.board.pending:
             self.lanes.flush()
         if not self.board.in_flight:
             calls, self._idle_calls = self._idle_calls, []
@@ -332,7 +338,7 @@ class Engine:
     @property
     def quiet(self) -> bool:
         """Whether nothing is pending, in flight or being copied."""
-        return not (self.board.in_flight or self.lanes.pending or self._tasks)
+        return not (self.board.in_flight or self.board.pending or self._tasks)
 
     def _check_drained(self) -> None:
         if self._drains and self.quiet:
@@ -374,7 +380,7 @@ class Engine:
 
     def pause(self, idle: Callable[[], None]) -> None:
         """Maintenance begins: see ``maintenance.Participant``."""
-        self.lanes.paused += 1
+        self.board.paused += 1
         self.progress()
         if self.board.in_flight:
             self._idle_calls.append(idle)
@@ -383,8 +389,8 @@ class Engine:
 
     def resume(self) -> None:
         """Maintenance is over."""
-        self.lanes.paused -= 1
-        if not self.lanes.paused and self.lost is None:
+        self.board.paused -= 1
+        if not self.board.paused and self.lost is None:
             self.lanes.flush()
 
     # -- the end ---------------------------------------------------------------------------
@@ -412,6 +418,7 @@ class Engine:
         log.error("device lost", device=self.device.properties.label, status=error.status, suspects=list(names[:16]))
 
     def _stop_everything(self, abandoned: list[Any], failure: BaseException) -> None:
+        self.launcher.ready = False
         self.memory.lose()
         self.watchdog.stop()
         self.completion.stop(lost=True)
@@ -436,6 +443,7 @@ class Engine:
         """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent."""
         if self._closing is None:
             self.refusal = self.refusal or _closed
+            self.launcher.ready = False
             self._closing = self.loop.create_task(self._close(timeout_s), name="aiooffload close")
         await asyncio.shield(self._closing)
 

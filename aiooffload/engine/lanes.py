@@ -105,11 +105,9 @@ class Lanes:
         self.lanes = lanes
         self._completion = completion
         self._max_pending = max_pending
-        # Held or waiting operations; len(held) + sum(len(lane.waiting)) == pending.
-        self.pending = 0
         self.held: dict[Operation[Any], None] = {}
-        # Number of barriers up: while not 0 nothing goes to the device.
-        self.paused = 0
+        # board.pending counts the held and the waiting ones, board.paused the barriers up; they
+        # live there because the launch path looks at them.
         self._rooms: deque[asyncio.Future[None]] = deque()
 
     # -- submission ------------------------------------------------------------------------
@@ -118,11 +116,11 @@ class Lanes:
         """Raise WouldBlock if one more operation may not wait on the host; changes nothing."""
         if instant:
             self._check_instant(deps, lane)
-        elif self.pending >= self._max_pending:
-            raise WouldBlock(f"{self.pending} operations wait on the host (max_pending); await off.room()")
+        elif self._board.pending >= self._max_pending:
+            raise WouldBlock(f"{self._board.pending} operations wait on the host (max_pending); await off.room()")
 
     def _check_instant(self, deps: Iterable[Operation[Any]], lane: Lane | None) -> None:
-        if self.paused:
+        if self._board.paused:
             raise WouldBlock("maintenance is going on")
         waiting = next((dep for dep in deps if dep.queue is None and not dep.finished), None)
         if waiting is not None:
@@ -150,7 +148,7 @@ class Lanes:
                 dep.followers.append(operation)
         if operation.holds:
             self.held[operation] = None
-            self.pending += 1
+            self._board.pending += 1
         else:
             self._to_lane(operation, lane or self._home_or_pick(operation))
 
@@ -182,10 +180,10 @@ class Lanes:
 
     def _to_lane(self, operation: Operation[Any], lane: Lane) -> None:
         operation.lane = lane
-        if lane.waiting or self.paused or lane.queue.in_flight >= lane.queue.depth:
+        if lane.waiting or self._board.paused or lane.queue.in_flight >= lane.queue.depth:
             lane.waiting.append(operation)
             lane.queue.load += 1
-            self.pending += 1
+            self._board.pending += 1
         else:
             self._enqueue(operation, lane)
 
@@ -244,7 +242,7 @@ class Lanes:
         operation.holds -= 1
         if operation.holds == 0 and operation in self.held:
             del self.held[operation]
-            self.pending -= 1
+            self._board.pending -= 1
             self._to_lane(operation, self._home_or_pick(operation))
             self._wake_rooms()
 
@@ -256,15 +254,15 @@ class Lanes:
 
     def flush(self) -> None:
         """Send what fits; called after every progress while something is pending."""
-        if self.paused:
+        if self._board.paused:
             return
         for lane in self.lanes:
-            while lane.waiting and lane.queue.in_flight < lane.queue.depth and not self.paused:
+            while lane.waiting and lane.queue.in_flight < lane.queue.depth and not self._board.paused:
                 operation = lane.waiting.popleft()
                 if operation.finished:  # stopped while it waited, and counted then
                     continue
                 lane.queue.load -= 1
-                self.pending -= 1
+                self._board.pending -= 1
                 self._enqueue(operation, lane)
         self._wake_rooms()
 
@@ -283,7 +281,7 @@ class Lanes:
             # It stays in its lane's deque until flush() gets there: a search would make
             # cancelling ten thousand quadratic.
             operation.lane.queue.load -= 1
-        self.pending -= 1
+        self._board.pending -= 1
         self._finish_unstarted(operation, failure)
 
     def _finish_unstarted(self, operation: Operation[Any], failure: BaseException) -> None:
@@ -300,7 +298,7 @@ class Lanes:
         for lane in self.lanes:
             lane.waiting.clear()
             lane.queue.load = 0
-        self.pending = 0
+        self._board.pending = 0
         for operation in waiting:
             operation.finish(failure=failure)
         self._wake_rooms()
@@ -310,13 +308,13 @@ class Lanes:
 
     async def room(self) -> None:
         """Wait until one more operation may wait on the host."""
-        while self.pending >= self._max_pending:
+        while self._board.pending >= self._max_pending:
             future = asyncio.get_running_loop().create_future()
             self._rooms.append(future)
             await future
 
     def _wake_rooms(self) -> None:
-        while self._rooms and self.pending < self._max_pending:
+        while self._rooms and self._board.pending < self._max_pending:
             future = self._rooms.popleft()
             if not future.done():
                 future.set_result(None)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from aiooffload._native import LaunchPlan, pack
+from aiooffload._native import Launcher, LaunchPlan, pack
 from aiooffload.buffer import Buffer
 from aiooffload.errors import UsageError
 from aiooffload.rules.geometry import Dimensions, check_launch, triple
@@ -26,19 +26,19 @@ _MAX_SITES: Final = 4096
 class Site:
     """A kernel in one geometry on one device: what a launch of it needs, looked up once."""
 
-    __slots__ = ("_formats", "_function", "_kernel", "plan")
+    __slots__ = ("_function", "_kernel", "formats", "plan")
 
     def __init__(self, kernel: Kernel, function: Function, plan: LaunchPlan) -> None:
         self._kernel = kernel
         self._function = function
         self.plan: Final = plan
         # Only a driver that knows sizes takes packed parameters; None: every launch goes the long way.
-        self._formats = kernel.signature.formats if function.parameter_sizes is not None else None
+        self.formats: Final = kernel.signature.formats if function.parameter_sizes is not None else None
 
     def prepare(self, arguments: tuple[Any, ...]) -> Any:
         """Check, convert and pack the arguments; raises UsageError."""
-        if self._formats is not None:
-            packed = pack(self._formats, arguments)
+        if self.formats is not None:
+            packed = pack(self.formats, arguments)
             if packed is not None:
                 return packed
         return self._function.prepare(self.plan, self._kernel.signature.check(self._kernel.name, arguments))
@@ -51,6 +51,8 @@ class Kernels:
     ----------
     device
         Compiles and loads.
+    launcher
+        Told of every plain geometry, so that its next launch goes straight to the device.
     compile
         Runs a call that touches no device off the loop's thread.
     maintain
@@ -60,10 +62,12 @@ class Kernels:
     def __init__(
         self,
         device: Device,
+        launcher: Launcher,
         compile: Callable[[Callable[[], Compiled]], Awaitable[Compiled]],
         maintain: Callable[[Callable[[], Function]], Awaitable[Function]],
     ) -> None:
         self._device = device
+        self._launcher = launcher
         self._compile = compile
         self._maintain = maintain
         self._functions: dict[Kernel, Function] = {}
@@ -132,10 +136,15 @@ class Kernels:
         site = Site(kernel, function, function.plan(*self._normalise(geometry)))
         if len(self.sites) >= _MAX_SITES:
             self.sites.clear()
+            self._launcher.forget()
         try:
             self.sites[(kernel, *geometry)] = site
         except TypeError:  # a list as grid: legal, looked up anew each time
             return site
+        grid, block, *special = geometry
+        if special == [0, None, False]:
+            bare = site.prepare(()) if kernel.signature.takes_nothing(function.parameter_sizes) else None
+            self._launcher.learn(kernel, grid, block, site.plan, site.formats, bare)
         return site
 
 

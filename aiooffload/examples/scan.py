@@ -20,7 +20,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -310,34 +310,47 @@ class _Scanner:
     async def _count(self, content: bytes, slot: _Slot) -> Counts:
         # The buffers order all of this on the device: the fill and the copies come before the
         # launches that use them, and the result is fetched after the last of those.
-        off, result = self._off, self.result
-        off.fill(slot.counts, 0)
-        for chunk, own in _chunks(content, self._overlap):
-            launches = self._launch(chunk, own, slot)
-            self._launches += len(launches)
-            result.launches += len(launches)
-            result.peak_launches = max(result.peak_launches, self._launches)
-            try:
-                for operation in launches:
-                    await operation
-            finally:
-                self._launches -= len(launches)
-            result.awaits += len(launches)
-        totals = await off.get(slot.counts)
+        result = self.result
+        submitted: list[ao.Operation[Any]] = [self._off.fill(slot.counts, 0)]
+        try:
+            for chunk, own in _chunks(content, self._overlap):
+                with self._launched(1 + len(self._words)):
+                    self._submit(chunk, own, slot, submitted)
+                    for operation in submitted:
+                        await operation
+                result.awaits += len(submitted)
+                submitted.clear()
+            totals = await self._off.get(slot.counts)
+        except BaseException:
+            for operation in submitted:
+                operation.cancel()
+                operation.add_done_callback(_look_at)
+            raise
         result.awaits += 1
         nbytes, lines, *matches = totals.tolist()
         return Counts(nbytes, lines, tuple(matches))
 
-    def _launch(self, chunk: NDArray[np.uint8], own: int, slot: _Slot) -> list[ao.Operation[None]]:
+    def _submit(self, chunk: NDArray[np.uint8], own: int, slot: _Slot, into: list[ao.Operation[Any]]) -> None:
+        """Submit all that one chunk takes, adding the operations to ``into``."""
         off, data, counts = self._off, slot.data, slot.counts
         if chunk.size:
-            off.copy(data[: chunk.size], chunk)
+            into.append(off.copy(data[: chunk.size], chunk))
         grid = max(1, -(-own // (BLOCK * BYTES_PER_THREAD)))
-        launches = [off.launch(count, grid=grid, block=BLOCK, args=(data, own, counts))]
+        into.append(off.launch(count, grid=grid, block=BLOCK, args=(data, own, counts)))
         for index, word in enumerate(self._word_buffers):
             args = (data, own, chunk.size, word, len(self._words[index]), counts, 2 + index)
-            launches.append(off.launch(find, grid=grid, block=BLOCK, args=args))
-        return launches
+            into.append(off.launch(find, grid=grid, block=BLOCK, args=args))
+
+    @contextmanager
+    def _launched(self, number: int) -> Iterator[None]:
+        """Keep count of what is in flight."""
+        self._launches += number
+        self.result.launches += number
+        self.result.peak_launches = max(self.result.peak_launches, self._launches)
+        try:
+            yield
+        finally:
+            self._launches -= number
 
     def _compare(self, path: Path, device: Counts, python: Counts) -> Iterator[Difference]:
         names = ["bytes", "lines", *(repr(word) for word in self.result.words)]
@@ -346,6 +359,12 @@ class _Scanner:
         for name, one, other in zip(names, ours, theirs, strict=True):
             if one != other:
                 yield Difference(path, name, one, other)
+
+
+def _look_at(operation: ao.Operation[Any]) -> None:
+    """See how an operation of a failed file ended, so that nobody need be told that nobody looked."""
+    if not operation.cancelled():
+        operation.exception()
 
 
 def _read(path: Path, words: Sequence[bytes]) -> tuple[bytes, Counts]:

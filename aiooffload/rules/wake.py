@@ -66,6 +66,10 @@ class WakePolicy:
     """How long hybrid looks after the last progress when nothing is known of the duration."""
     timer_ns: int = 1_000_000
     """How often a timer looks where there is no monitor."""
+    # Of the completion that `decide` saw last: its due time, and how long after it looking still
+    # pays, which grows with the time that was slept for it.
+    _due_ns: int = 0
+    _patience_ns: int = 0
 
     def decide(self, now_ns: int, in_flight: int, progress_ns: int, due_ns: int) -> Decision:
         """Decide how to find the next completion.
@@ -86,14 +90,18 @@ class WakePolicy:
         if self.mode == "poll":
             return _LOOK
         if self.mode == "hybrid" and self.spins:
-            lead = due_ns - now_ns
-            margin = margin_ns(max(lead, 0))
-            if lead > margin + _WORTH_NS:
-                return self._sleep(now_ns, due_ns - margin)
-            if due_ns and -lead < max(self.spin_ns, margin):
-                return _LOOK
-            if not due_ns and now_ns - progress_ns < self.spin_ns:
-                return _LOOK
+            if due_ns == 0:
+                if now_ns - progress_ns < self.spin_ns:
+                    return _LOOK
+            else:
+                lead = due_ns - now_ns
+                margin = margin_ns(max(lead, 0))
+                if due_ns != self._due_ns:
+                    self._due_ns, self._patience_ns = due_ns, max(self.spin_ns, margin)
+                if lead > margin + _WORTH_NS:
+                    return self._sleep(now_ns, due_ns - margin)
+                if -lead < self._patience_ns:
+                    return _LOOK
         return _MONITOR if self.monitor else Decision(Wake.SLEEP, now_ns + self.timer_ns)
 
     def _sleep(self, now_ns: int, until_ns: int) -> Decision:

@@ -48,7 +48,9 @@ def plot(figures: Figures, target: str) -> None:
 
 
 def draw_kernel(panel: Any, kernel: int, rows: dict[str, Figures]) -> None:
-    """Draw one point for each mechanism, with a whisker from its p50 to its p99, and a label beside the panel."""
+    """Draw one point for each mechanism, with a whisker from its p50 to its p99, and a label."""
+    from matplotlib.ticker import LogLocator
+
     points = {name: [max(row[key], LEAST) for key in KEYS] for name, row in rows.items()}
     left = min(0.2, *(x for x, _, _ in points.values())) / 1.3
     # The left part is for up to 300 %, the right for labels.
@@ -64,7 +66,9 @@ def draw_kernel(panel: Any, kernel: int, rows: dict[str, Figures]) -> None:
     draw_labels(panel, points, low, high)
     panel.set_xticks([tick for tick in (0.1, 1, 10, 100) if tick >= left])
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+        set_formatter(lambda value, _: f"{value:g}")
     panel.xaxis.set_ticks([], minor=True)
     panel.set_xlabel("CPU", x=LABELS_AT / 2)
     panel.set_ylabel("excess, us (line: p50 to p99)")

@@ -47,16 +47,18 @@ class Effort:
     rounds: int
     scale: float
     """Share of :data:`SAMPLES` and of a second for each throughput."""
-    long_kernels: int
-    """Runs of the long kernel."""
+    least: int = 10
+    """Samples at least."""
+    long_kernels: int = 1
+    """Runs of the long kernel in each round."""
 
     def samples(self, kernel_us: int) -> int:
-        return max(10, int(SAMPLES[kernel_us] * self.scale))
+        return max(self.least, int(SAMPLES[kernel_us] * self.scale))
 
 
 FULL = Effort(rounds=3, scale=1.0, long_kernels=3)
-QUICK = Effort(rounds=1, scale=0.15, long_kernels=1)
-SMOKE = Effort(rounds=1, scale=0.01, long_kernels=1)
+QUICK = Effort(rounds=1, scale=0.15)
+SMOKE = Effort(rounds=1, scale=0.01, least=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +133,7 @@ async def device_of(name: str) -> tuple[str, str]:
     import aiooffload as ao
 
     async with ao.Offload(name, lanes=1) as off:
-        return str(off.device), off.device.name
+        return off.properties.label, off.properties.name
 
 
 @asynccontextmanager
@@ -201,14 +203,14 @@ class Timings:
         load = f"kernels of {HELD_KERNEL_US // 1000} ms"
         say(f"{self._round}, {load}")
         held = self._held.setdefault((name, load), measure.Held(name, load))
-        await measure.held(held, measure.one_by_one(mechanism, HELD_KERNEL_US, 10))
+        await measure.held(held, measure.one_by_one(mechanism, HELD_KERNEL_US, effort.least))
         for tasks in TASKS if mechanism.concurrent else ():
             load = f"{tasks} task" + "s" * (tasks > 1)
             say(f"{self._round}, {load}")
             rate = self._throughput.setdefault((name, tasks), measure.Throughput(name, tasks))
             await measure.throughput(mechanism, rate, effort.scale)
             held = self._held.setdefault((name, load), measure.Held(name, load))
-            await measure.held(held, measure.busy(mechanism, tasks, effort.scale / 4))
+            await measure.held(held, measure.rate(mechanism, tasks, effort.scale / 4))
 
 
 def say(text: str) -> None:

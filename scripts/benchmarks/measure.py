@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks import kernels
-from benchmarks.mechanism import LANES, Mechanism
+from benchmarks.mechanism import LANES, Mechanism, Shift
 
 WARM_UP = 12
 """Launches before a measurement: enough for a mechanism that learns how long a kernel takes."""
@@ -87,11 +87,17 @@ async def cpu_percent(mechanism: Mechanism, kernel_us: int) -> float:
 
 
 async def throughput(mechanism: Mechanism, into: Throughput, seconds: float) -> None:
-    """Let tasks await empty kernels for about this long and add to ``into``."""
-    repeats = max(4, 256 // into.tasks)
-    rate = await _rate(mechanism, into.tasks, repeats)
-    repeats = max(repeats, int(rate * seconds / into.tasks))
-    into.rates.append(await _rate(mechanism, into.tasks, repeats))
+    """Let tasks await empty kernels for so long and add to ``into``."""
+    into.rates.append(await rate(mechanism, into.tasks, seconds))
+
+
+async def rate(mechanism: Mechanism, tasks: int, seconds: float) -> float:
+    """Return how many awaits per second that many tasks make."""
+    shift = Shift()
+    start = time.perf_counter()
+    asyncio.get_running_loop().call_later(seconds, shift.end)
+    done = await asyncio.gather(*(mechanism.worker(task % LANES, shift) for task in range(tasks)))
+    return sum(done) / (time.perf_counter() - start)
 
 
 async def held(into: Held, load: Awaitable[object]) -> None:
@@ -101,24 +107,11 @@ async def held(into: Held, load: Awaitable[object]) -> None:
     into.longest_us = max(into.longest_us, heartbeat.stop() / 1000)
 
 
-async def busy(mechanism: Mechanism, tasks: int, seconds: float) -> None:
-    """Be the load of many tasks."""
-    await throughput(mechanism, Throughput(mechanism.name, tasks), seconds)
-
-
 async def one_by_one(mechanism: Mechanism, kernel_us: int, repeats: int) -> None:
     """Be the load of single kernels, the loop running freely between them."""
     for _ in range(repeats):
         await mechanism.each(kernel_us * 1000, 1)
         await asyncio.sleep(0)
-
-
-async def _rate(mechanism: Mechanism, tasks: int, repeats: int) -> float:
-    start = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for task in range(tasks):
-            group.create_task(mechanism.worker(task % LANES, repeats))
-    return tasks * repeats / (time.perf_counter() - start)
 
 
 class Heartbeat:

@@ -9,11 +9,19 @@ from typing import ClassVar, Self
 LANES = 16
 
 
+class Shift:
+    """Tells workers how long to go on."""
+
+    goes_on = True
+
+    def end(self) -> None:
+        self.goes_on = False
+
+
 class Mechanism(ABC):
     """A way to await kernels. It is entered before it is used, once per round."""
 
     name: ClassVar[str]
-    ours: ClassVar[bool] = False
     concurrent: ClassVar[bool] = True
     """Whether many tasks can wait at once; the others block the loop's thread."""
 
@@ -32,6 +40,6 @@ class Mechanism(ABC):
         A duration of 0 means the empty kernel.
         """
 
-    async def worker(self, lane: int, repeats: int) -> None:
-        """Launch and await empty kernels one after another, beside other workers."""
+    async def worker(self, lane: int, shift: Shift) -> int:
+        """Launch and await empty kernels one after another, beside other workers; return how many."""
         raise NotImplementedError(f"{self.name} blocks the loop")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Literal, Self
 
 import aiooffload as ao
 from benchmarks.kernels import empty, spin
-from benchmarks.mechanism import LANES, Mechanism
+from benchmarks.mechanism import LANES, Mechanism, Shift
 
 
 class Ours(Mechanism):
     """One wake policy, through the calls that a program makes."""
 
-    ours = True
+    name: ClassVar[Literal["hybrid", "interrupt", "poll"]]
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -45,10 +45,12 @@ class Ours(Mechanism):
                 samples[i] = clock() - start
         return samples
 
-    async def worker(self, lane: int, repeats: int) -> None:
-        off = self._off
-        for _ in range(repeats):
+    async def worker(self, lane: int, shift: Shift) -> int:
+        off, done = self._off, 0
+        while shift.goes_on:
             await off.launch(empty, grid=1, block=32)
+            done += 1
+        return done
 
 
 class Hybrid(Ours):

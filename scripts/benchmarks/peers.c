@@ -53,17 +53,18 @@ int peer_sync(const struct work *work, int64_t repeats, int64_t *samples)
 /* The waiting loop of GCC's libgomp (nvptx plugin, reverse offload). */
 int peer_usleep(const struct work *work, int64_t repeats, int64_t *samples)
 {
-    for (int64_t i = 0; i < repeats; i++) {
+    int slack = prctl(PR_GET_TIMERSLACK), status = 0;
+    prctl(PR_SET_TIMERSLACK, 50000); /* what a process starts with; aiooffload may have changed it */
+    for (int64_t i = 0; i < repeats && !status; i++) {
         int64_t start = now_ns();
-        int status = launch(work);
+        status = launch(work);
         if (!status)
             while ((status = work->query(work->stream)) == NOT_READY)
                 usleep(1);
-        if (status)
-            return status;
         samples[i] = now_ns() - start;
     }
-    return 0;
+    prctl(PR_SET_TIMERSLACK, slack);
+    return status;
 }
 
 /* A kernel of the host device that takes about this long: it sleeps, and spins for the last stretch,
@@ -74,8 +75,10 @@ int64_t wait_ns(int64_t duration)
     int64_t start = now_ns(), now, end = start + duration;
     if (duration > 2 * stretch) {
         struct timespec until = {(end - stretch) / INT64_C(1000000000), (end - stretch) % INT64_C(1000000000)};
-        prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
+        int slack = prctl(PR_GET_TIMERSLACK); /* sync calls this in the loop's thread: leave that as it was */
+        prctl(PR_SET_TIMERSLACK, 1);
         clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, 0);
+        prctl(PR_SET_TIMERSLACK, slack);
     }
     while ((now = now_ns()) < end)
         ;

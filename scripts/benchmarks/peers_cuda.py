@@ -19,7 +19,7 @@ from cuda.core import Program, ProgramOptions
 
 from benchmarks import native
 from benchmarks.kernels import SOURCE
-from benchmarks.mechanism import LANES, Mechanism
+from benchmarks.mechanism import LANES, Mechanism, Shift
 
 NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 SUCCESS = driver.CUresult.CUDA_SUCCESS
@@ -105,11 +105,13 @@ class PythonPeer(Mechanism):
             samples[i] = clock() - start
         return samples
 
-    async def worker(self, lane: int, repeats: int) -> None:
-        launch, stream = Launch(self._gpu, 0), self._gpu.streams[lane]
-        for _ in range(repeats):
+    async def worker(self, lane: int, shift: Shift) -> int:
+        launch, stream, done = Launch(self._gpu, 0), self._gpu.streams[lane], 0
+        while shift.goes_on:
             launch.start(stream)
             await self.wait(stream)
+            done += 1
+        return done
 
     async def wait(self, stream: driver.CUstream) -> None:
         """Wait until everything on the stream is done."""
@@ -145,17 +147,19 @@ class Sleep0(PythonPeer):
             await asyncio.sleep(0)
         checked((status,))
 
-    async def worker(self, lane: int, repeats: int) -> None:
+    async def worker(self, lane: int, shift: Shift) -> int:
         # With several tasks on a stream it may never be found idle, so each asks for its own event.
-        launch, stream = Launch(self._gpu, 0), self._gpu.streams[lane]
+        launch, stream, done = Launch(self._gpu, 0), self._gpu.streams[lane], 0
         event = checked(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-        for _ in range(repeats):
+        while shift.goes_on:
             launch.start(stream)
             checked(driver.cuEventRecord(event, stream))
             while (status := driver.cuEventQuery(event)[0]) == NOT_READY:
                 await asyncio.sleep(0)
             checked((status,))
+            done += 1
         checked(driver.cuEventDestroy(event))
+        return done
 
 
 class Callback(PythonPeer):

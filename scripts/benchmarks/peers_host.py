@@ -11,8 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from benchmarks.kernels import run_empty, run_spin
-from benchmarks.mechanism import LANES, Mechanism
+from benchmarks.mechanism import LANES, Mechanism, Shift
 
 Kernel = Callable[[], None]
 
@@ -21,7 +23,7 @@ def kernel(duration_ns: int) -> Kernel:
     """Return the host kernel of this duration as a function of no arguments."""
     if duration_ns == 0:
         return lambda: run_empty(None)
-    return lambda: run_spin(None, duration_ns)
+    return lambda: run_spin(None, np.int64(duration_ns))
 
 
 class HostPeer(Mechanism):
@@ -45,10 +47,12 @@ class HostPeer(Mechanism):
             samples[i] = clock() - start
         return samples
 
-    async def worker(self, lane: int, repeats: int) -> None:
-        run = kernel(0)
-        for _ in range(repeats):
+    async def worker(self, lane: int, shift: Shift) -> int:
+        run, done = kernel(0), 0
+        while shift.goes_on:
             await self.once(run)
+            done += 1
+        return done
 
     async def once(self, run: Kernel) -> None:
         """Run the kernel and wait for its end."""
@@ -79,10 +83,12 @@ class Executor(HostPeer):
             samples[i] = clock() - start
         return samples
 
-    async def worker(self, lane: int, repeats: int) -> None:
-        run, loop, pool = kernel(0), asyncio.get_running_loop(), self._pool
-        for _ in range(repeats):
+    async def worker(self, lane: int, shift: Shift) -> int:
+        run, loop, pool, done = kernel(0), asyncio.get_running_loop(), self._pool, 0
+        while shift.goes_on:
             await loop.run_in_executor(pool, run)
+            done += 1
+        return done
 
 
 class Sleep0(HostPeer):

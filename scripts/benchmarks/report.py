@@ -28,23 +28,25 @@ def show_latency(figures: Figures, out: TextIO) -> None:
     table = by_mechanism(figures["rows"])
     kernels = kernels_of(figures)
     long = figures["cpu_during_300ms"]
-    print("\nExcess over the kernel's own duration, launch included: p50 / p99 in us, and CPU", file=out)
-    cells = {
-        name: [*(excess_and_cpu(rows[kernel]) for kernel in kernels), f"{long[name]:.1f} %"]
-        for name, rows in table.items()
-    }
-    print_table(["", *map(duration, kernels), "300 ms: CPU"], cells, out)
+    print("\nExcess over the kernel's own duration, launch included: p50 / p99, us", file=out)
+    excess = {name: [excess_of(rows[kernel]) for kernel in kernels] for name, rows in table.items()}
+    print_table(["", *map(duration, kernels)], excess, out)
+    print("\nCPU of the process, %", file=out)
+    cpu = {name: [f"{rows[kernel]['cpu_percent']:.1f}" for kernel in kernels] for name, rows in table.items()}
+    for name, cells in cpu.items():
+        cells.append(f"{long[name]:.1f}")
+    print_table(["", *map(duration, kernels), "300 ms"], cpu, out)
 
 
-def excess_and_cpu(row: Figures) -> str:
-    return f"{number(row['excess_p50_us'])} / {number(row['excess_p99_us'])} {row['cpu_percent']:5.1f} %"
+def excess_of(row: Figures) -> str:
+    return f"{number(row['excess_p50_us'])} / {number(row['excess_p99_us'])}"
 
 
 def show_ratios(figures: Figures, out: TextIO) -> None:
     table = by_mechanism(figures["rows"])
     kernels = kernels_of(figures)
     ours, long = table[COMPARED], figures["cpu_during_300ms"]
-    print(f"\nTimes {COMPARED}: excess p50, CPU (above 1, {COMPARED} is better)", file=out)
+    print(f"\nTimes {COMPARED}: excess p50 and CPU (above 1, {COMPARED} is better)", file=out)
     cells = {
         name: [
             *(both_ratios(rows[kernel], ours[kernel]) for kernel in kernels),
@@ -53,7 +55,7 @@ def show_ratios(figures: Figures, out: TextIO) -> None:
         for name, rows in table.items()
         if name != COMPARED
     }
-    print_table(["", *map(duration, kernels), "300 ms: CPU"], cells, out)
+    print_table(["", *map(duration, kernels), "300 ms"], cells, out)
 
 
 def both_ratios(peer: Figures, ours: Figures) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,8 @@ class Kernel:
     cuda_source: str | None = None
     host_function: Any = None
     image: bytes | None = None
-    options: tuple[str, ...] = ()
+    core: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def signature(self) -> Signature | None:

@@ -81,10 +81,11 @@ async def test_totals(tree: Path) -> None:
     assert result.nbytes == sum(map(len, NASTY.values()))
     assert result.lines == sum(content.count(b"\n") for content in NASTY.values())
     assert result.matches[1] == sum(content.count(b"word") for content in NASTY.values())
-    # In each chunk, one launch counts and one per word finds; the counts of a file are fetched once.
+    # A file clears its counts and fetches them; each chunk is copied unless it is empty, one launch
+    # counts in it and one per word finds.
     chunks = len(NASTY) + 3
     assert result.launches == chunks * (1 + len(WORDS))
-    assert result.awaits == result.launches + len(NASTY)
+    assert result.awaits == 2 * len(NASTY) + (chunks - 1) + result.launches
     assert result.awaits_per_s > 0
     assert 0 < result.peak_launches <= result.launches
 
@@ -261,7 +262,7 @@ def test_demo_fails_on_a_difference(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing"], "is not a folder"),
+        (["missing", "--device", "host"], "is not a folder"),
         ([".", "--device", "abacus"], "abacus"),
         ([".", "--device", "host", "--json", "missing/file"], "missing/file"),
     ],

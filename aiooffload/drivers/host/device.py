@@ -14,7 +14,8 @@ from aiooffload._native import HostContext, HostEvent, HostStream
 from aiooffload.drivers.api import Block, Compiled, DeviceProperties, Event, KernelSource, RegisteredMemory, Stream
 from aiooffload.drivers.host.function import HostFunction, host_implementation
 from aiooffload.drivers.host.limited import LimitedStream
-from aiooffload.drivers.host.memory import HostBlock, HostMemory
+from aiooffload.drivers.host.memory import HostBlock
+from aiooffload.drivers.mapped import MappedMemory
 from aiooffload.errors import ClosedError, DeviceUnavailableError, OutOfMemoryError, UsageError
 
 __all__ = ["HostDevice"]
@@ -93,7 +94,7 @@ class HostDevice:
         self._limit: Final = memory_limit
         self._poison: Final = poison
         self._allocated = 0  # bytes in blocks that were not freed
-        self._registered: Final[set[HostMemory]] = set()  # changed by any thread, one operation at a time
+        self._registered: Final[set[MappedMemory]] = set()  # changed by any thread, one operation at a time
         self._threads: Final[list[tuple[HostStream, threading.Thread]]] = []  # those that may still run
         self._closed = False
 
@@ -151,13 +152,13 @@ class HostDevice:
 
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map memory for both sides, rounded up to whole pages; raises OutOfMemoryError."""
-        memory = HostMemory(nbytes)
+        memory = MappedMemory(nbytes)
         self._registered.add(memory)
         return memory
 
     def unregister(self, memory: RegisteredMemory) -> None:
         """Unmap registered memory once every stream is idle; maintenance."""
-        if not isinstance(memory, HostMemory) or memory not in self._registered:
+        if not isinstance(memory, MappedMemory) or memory not in self._registered:
             raise UsageError("this memory was unregistered already, or is not the host device's")
         self._context.synchronise()
         self._registered.discard(memory)

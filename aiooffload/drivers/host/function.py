@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,17 @@ def host_implementation(kernel: KernelSource) -> Callable[..., object]:
             " that does the same work, or run it on a CUDA device"
         )
     return function
+
+
+def _sharing(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a Python function that does the same: on its entry others may get the interpreter.
+
+    A stream keeps the interpreter from one kernel to the next, so that a long queue of functions
+    written in C would stop the program until its end.
+    """
+    if isinstance(function, FunctionType):
+        return function
+    return lambda *arguments: function(*arguments)
 
 
 class HostLaunch:
@@ -54,7 +66,7 @@ class HostFunction:
 
     def __init__(self, name: str, callable: Callable[..., object], signature: Any = None) -> None:
         self._name: Final = name
-        self._callable: Final = callable
+        self._callable: Final = _sharing(callable)
         self._read_only: Final[Callable[[int], bool]] = (lambda _: False) if signature is None else signature.read_only
 
     @property

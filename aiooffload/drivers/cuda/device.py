@@ -1,0 +1,272 @@
+"""A GPU with its primary context, which it shares with torch, CuPy and everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import Device as CoreDevice
+from cuda.core import Kernel as CoreKernel
+from cuda.core import ObjectCode
+from numpy.typing import NDArray
+
+from aiooffload._native import CudaEvent, CudaStream, cuda_initialise
+from aiooffload.drivers.api import DeviceProperties
+from aiooffload.drivers.cuda.compiler import compile_source
+from aiooffload.drivers.cuda.function import CudaFunction
+from aiooffload.drivers.cuda.library import initialise
+from aiooffload.drivers.cuda.status import status_error, unwrap
+from aiooffload.drivers.cuda.xid import XidWatch
+from aiooffload.drivers.mapped import MappedMemory
+from aiooffload.errors import CompileError, DeviceUnavailableError, OutOfMemoryError, UsageError
+
+if TYPE_CHECKING:
+    from aiooffload.drivers.api import Block, Compiled, KernelSource, RegisteredMemory, Stream
+
+__all__ = ["CudaDevice"]
+
+_KEEP_BYTES: Final = 256 << 20
+"""Freed memory that the pool keeps for reuse rather than give back at every synchronisation."""
+_REGISTER_FLAGS: Final = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+
+# Does nothing, for any architecture from 7.5: the self-test must not need a compiler.
+_SELFTEST_PTX: Final = b""".version 7.0
+.target sm_75
+.address_size 64
+.visible .entry aiooffload_selftest() { ret; }
+\0"""
+
+
+class CudaBlock:
+    """One allocation of the device's pool."""
+
+    __slots__ = ("address", "nbytes")
+    host_array: NDArray[np.uint8] | None = None
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address: Final = address
+        self.nbytes: Final = nbytes
+
+
+class CudaDevice:
+    """GPU ``index``, opened. See ``drivers/api.py`` for the contract.
+
+    Raises
+    ------
+    DeviceUnavailableError
+        No driver, one that is too old, or no such GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        initialise(index)
+        try:
+            cuda_initialise(status_error)
+        except RuntimeError as error:
+            raise DeviceUnavailableError(f"the CUDA driver is too old: {error}; install release 580") from error
+        self._ordinal = unwrap("cuDeviceGet", driver.cuDeviceGet(index))
+        self._context = _primary_context(self._ordinal)
+        self.properties: Final = _describe(index, CoreDevice(index))
+        self._arch = "sm_{}{}".format(*self.properties.compute_capability)
+        with self._current():
+            self._memory_stream = self.create_stream()
+            self._pool = self._create_pool()
+        self._xid = XidWatch(self.properties.unique_id)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the context current and the capture mode relaxed, and leave both as they were."""
+        unwrap("cuCtxPushCurrent", driver.cuCtxPushCurrent(self._context))
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = unwrap("cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(relaxed))
+        try:
+            yield
+        finally:
+            # Statuses are not looked at: after a fault each of these returns it, and what is under way raises it.
+            driver.cuThreadExchangeStreamCaptureMode(mode)
+            driver.cuCtxPopCurrent()
+
+    # -- streams and events ----------------------------------------------------------------
+
+    def create_stream(self, priority: int = 0) -> Stream:
+        """Create a stream that does not wait for the default stream."""
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        with self._current():
+            handle = unwrap("cuStreamCreate", driver.cuStreamCreateWithPriority(flags, priority))
+        return CudaStream(int(self._context), int(handle))
+
+    def create_event(self) -> CudaEvent:
+        """Create an event without timing."""
+        return CudaEvent(int(self._context))
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def _create_pool(self) -> Any:
+        """Create a pool of our own: what others do to the device's default pool does not concern us."""
+        properties = driver.CUmemPoolProps()
+        properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = int(self._ordinal)
+        pool = unwrap("cuMemPoolCreate", driver.cuMemPoolCreate(properties))
+        threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        value = driver.cuuint64_t(_KEEP_BYTES)
+        unwrap("cuMemPoolSetAttribute", driver.cuMemPoolSetAttribute(pool, threshold, value))
+        return pool
+
+    def allocate(self, nbytes: int) -> CudaBlock:
+        """Allocate from the pool; usable on every stream once this returns."""
+        if nbytes == 0:
+            return CudaBlock(0, 0)
+        stream = self._memory_stream
+        with self._current():
+            result = driver.cuMemAllocFromPoolAsync(nbytes, self._pool, stream.handle)
+            address = unwrap("cuMemAllocFromPoolAsync", result, f"{nbytes} bytes")
+            # The stream carries allocations and frees alone, so this waits for no kernel; after it
+            # the memory needs no ordering against other streams.
+            if not stream.query():
+                unwrap("cuStreamSynchronize", driver.cuStreamSynchronize(stream.handle))
+        return CudaBlock(int(address), nbytes)
+
+    def free(self, block: Block) -> None:
+        """Free to the pool."""
+        if block.nbytes == 0:
+            return
+        with self._current():
+            unwrap("cuMemFreeAsync", driver.cuMemFreeAsync(block.address, self._memory_stream.handle))
+
+    def trim(self) -> None:
+        """Give what the pool keeps back to the device."""
+        with self._current():
+            unwrap("cuMemPoolTrimTo", driver.cuMemPoolTrimTo(self._pool, 0))
+
+    def memory_info(self) -> tuple[int, int]:
+        """Return (free, total) bytes of the device."""
+        with self._current():
+            free, total = unwrap("cuMemGetInfo", driver.cuMemGetInfo())
+        return int(free), int(total)
+
+    def register(self, nbytes: int) -> RegisteredMemory:
+        """Map memory of our own and register it for every context."""
+        memory = MappedMemory(nbytes)
+        with self._current():
+            (status,) = driver.cuMemHostRegister(memory.host_address, memory.nbytes, _REGISTER_FLAGS)
+            if int(status):
+                memory.unmap()
+                raise OutOfMemoryError(
+                    f"{nbytes} bytes of host memory cannot be pinned ({status.name})",
+                    operation="cuMemHostRegister",
+                    status=status.name,
+                    code=int(status),
+                )
+            address = unwrap("cuMemHostGetDevicePointer", driver.cuMemHostGetDevicePointer(memory.host_address, 0))
+        memory.device_address = int(address)
+        return memory
+
+    def unregister(self, memory: RegisteredMemory) -> None:
+        """Unregister and unmap."""
+        assert isinstance(memory, MappedMemory)
+        with self._current():
+            unwrap("cuMemHostUnregister", driver.cuMemHostUnregister(memory.host_address))
+        memory.unmap()
+
+    # -- kernels ---------------------------------------------------------------------------
+
+    def compile(self, kernel: KernelSource) -> Compiled:
+        """Return a cubin, PTX, or the ``cuda.core`` kernel that was given."""
+        if kernel.core is not None:
+            return kernel.core
+        if kernel.image is not None:
+            return kernel.image
+        if kernel.cuda_source is None:
+            raise UsageError(f"kernel {kernel.name} has no CUDA code: give it cuda= or image=, or launch it on the host")
+        return compile_source(kernel.cuda_source, self._arch, kernel.options)
+
+    def load(self, kernel: KernelSource, compiled: Compiled) -> CudaFunction:
+        """Load the code into the context now, so that no launch has to."""
+        with self._current():
+            if isinstance(compiled, CoreKernel):
+                core: Any = compiled
+            else:
+                assert isinstance(compiled, bytes)
+                core = _core_kernel(kernel.name, compiled)
+            handle = driver.CUkernel(int(core.handle))
+            function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(handle))
+            unwrap("cuFuncLoad", driver.cuFuncLoad(function))
+            sizes = tuple(info.size for info in core.arguments_info)
+        return CudaFunction(kernel.name, core, int(function), sizes, self._current)
+
+    def selftest_function(self) -> CudaFunction:
+        """Load a kernel that does nothing."""
+        with self._current():
+            library = ObjectCode.from_ptx(_SELFTEST_PTX, name="aiooffload_selftest")
+            core = library.get_kernel("aiooffload_selftest")
+            function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(driver.CUkernel(int(core.handle))))
+            unwrap("cuFuncLoad", driver.cuFuncLoad(function))
+        return CudaFunction("self-test", core, int(function), (), self._current)
+
+    # -- health ----------------------------------------------------------------------------
+
+    def check(self, stream: Stream) -> None:
+        """Query a stream: a fault anywhere in the context is returned by any query."""
+        stream.query()
+
+    def health_note(self) -> str:
+        """Return the XIDs that NVML has seen."""
+        return self._xid.note()
+
+    def close(self) -> None:
+        """Destroy the pool. The primary context stays, as everybody else's in the process does."""
+        with self._current():
+            unwrap("cuMemPoolDestroy", driver.cuMemPoolDestroy(self._pool))
+            self._memory_stream.close()
+        self._xid.close()
+
+
+_contexts: Final[dict[int, Any]] = {}
+
+
+def _primary_context(ordinal: Any) -> Any:
+    """Retain the primary context once per process: the last release would destroy it under loaded kernels."""
+    if int(ordinal) not in _contexts:
+        _contexts[int(ordinal)] = unwrap("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ordinal))
+    return _contexts[int(ordinal)]
+
+
+def _core_kernel(name: str, image: bytes) -> CoreKernel:
+    """Load a cubin or PTX; CompileError if it is neither or has no such kernel."""
+    try:
+        is_elf = image[:4] == b"\x7fELF"
+        library = ObjectCode.from_cubin(image, name=name) if is_elf else ObjectCode.from_ptx(image, name=name)
+        return library.get_kernel(name)
+    except Exception as error:  # CUDAError is private to cuda.core
+        raise CompileError(
+            f"the module has no kernel {name}, or cannot be loaded on this device: {error}",
+            operation="cuLibraryGetKernel",
+            log=str(error),
+        ) from error
+
+
+def _describe(index: int, device: CoreDevice) -> DeviceProperties:
+    limits: Any = device.properties
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    ordinal = unwrap("cuDeviceGet", driver.cuDeviceGet(index))
+    memops = unwrap("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, ordinal))
+    capability = device.compute_capability
+    return DeviceProperties(
+        driver="cuda",
+        index=index,
+        name=device.name,
+        max_threads_per_block=limits.max_threads_per_block,
+        max_block=(limits.max_block_dim_x, limits.max_block_dim_y, limits.max_block_dim_z),
+        max_grid=(limits.max_grid_dim_x, limits.max_grid_dim_y, limits.max_grid_dim_z),
+        max_shared_bytes=limits.max_shared_memory_per_block_optin,
+        total_bytes=int(unwrap("cuDeviceTotalMem", driver.cuDeviceTotalMem(ordinal))),
+        multiprocessors=limits.multiprocessor_count,
+        compute_capability=(capability.major, capability.minor),
+        memory_operations=bool(memops),
+        spins=True,
+        process_wide_faults=True,
+        unique_id=device.uuid if device.uuid.startswith("GPU-") else f"GPU-{device.uuid}",
+    )
