@@ -28,7 +28,7 @@ from aiooffload.errors import (
     UsageError,
     WouldBlock,
 )
-from aiooffload.kernel import In, InOut, Kernel, Out, kernel
+from aiooffload.kernel import In, InOut, Kernel, Launch, Out, kernel
 from aiooffload.offload import Offload
 from aiooffload.operation import Operation
 
@@ -46,6 +46,7 @@ __all__ = [
     "InOut",
     "Kernel",
     "Lane",
+    "Launch",
     "LaunchError",
     "Offload",
     "OffloadError",

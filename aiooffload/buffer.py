@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from aiooffload.drivers.api import Block, RegisteredMemory
 from aiooffload.errors import ClosedError, UsageError
+from aiooffload.operation import Operation
 from aiooffload.rules.ordering import History
 
 __all__ = ["Allocation", "Buffer", "Lease", "PinnedArray"]
@@ -48,7 +49,7 @@ class Allocation:
         self.address: Final = lease.block.address
         self.nbytes: Final = lease.block.nbytes
         self.host_array: NDArray[np.uint8] | None = lease.block.host_array
-        self.history: Final = History()
+        self.history: Final[History[Operation[Any]]] = History()
         # The engine it belongs to: memory of another device or Offload is refused.
         self.owner: Final = owner
 
@@ -78,7 +79,17 @@ class Buffer:
     operation in flight uses it. ``close()`` closes all slices of the allocation at once.
     """
 
-    __slots__ = ("__weakref__", "_address", "_view", "_view_read_only", "allocation", "dtype", "nbytes", "offset", "shape")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_view",
+        "_view_read_only",
+        "allocation",
+        "dtype",
+        "nbytes",
+        "offset",
+        "shape",
+    )
 
     def __init__(self, allocation: Allocation, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.allocation: Final = allocation

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args, get_origin, overload
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, get_args, get_origin, overload
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from aiooffload.types import Access
 if TYPE_CHECKING:
     from cuda.core import Kernel as CoreKernel
 
-__all__ = ["In", "InOut", "Kernel", "Out", "Parameter", "Signature", "kernel"]
+__all__ = ["In", "InOut", "Kernel", "Launch", "Out", "Parameter", "Signature", "kernel"]
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -27,6 +28,8 @@ Out = Annotated[np.ndarray[Any, np.dtype[_T]], Access.WRITE]
 InOut = Annotated[np.ndarray[Any, np.dtype[_T]], Access.READ_WRITE]
 """``ao.InOut[np.float32]``: an array that the kernel reads and writes."""
 
+# What a narrower float can hold: beyond it NumPy warns and gives infinity.
+_LARGEST: Final = {np.dtype(kind).str: float(np.finfo(kind).max) for kind in (np.float16, np.float32)}
 _PACKABLE: Final = {"f4": "f", "f8": "d", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
 
 
@@ -80,17 +83,16 @@ class Parameter:
 
     def _convert(self, value: Any) -> np.generic:
         assert self.dtype is not None
-        exact = isinstance(value, int) or (isinstance(value, float) and self.dtype.kind in "fc")
-        if not exact and not isinstance(value, complex):
+        accepted = {"f": (int, float), "c": (int, float, complex), "b": (bool,), "i": (int,), "u": (int,)}
+        if not isinstance(value, accepted.get(self.dtype.kind, ())):
             raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}")
-        try:
-            with np.errstate(over="raise"):
-                array = np.array(value, dtype=self.dtype)
-        except (OverflowError, FloatingPointError, TypeError, ValueError) as error:
-            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}: {error}") from None
-        if isinstance(value, float) and np.isinf(array) and not np.isinf(value):
+        largest = _LARGEST.get(self.dtype.str)
+        if largest is not None and largest < abs(value) < math.inf:
             raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}: out of range")
-        scalar: np.generic = array[()]
+        try:
+            scalar: np.generic = self.dtype.type(value)
+        except OverflowError as error:
+            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}: {error}") from None
         return scalar
 
 
@@ -154,6 +156,22 @@ def _parameter(name: str, annotation: Any) -> Parameter:
         return Parameter(name, np.dtype(annotation), None)
     except TypeError:
         raise UsageError(f"annotation {annotation!r} of {name} is neither a NumPy type nor ao.In/Out/InOut") from None
+
+
+class Launch(Protocol):
+    """The first argument of a host implementation, in place of a GPU's built-in variables."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks in x, y and z."""
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a block in x, y and z."""
+
+    @property
+    def shared(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The launch's dynamic shared memory, ``(shared_bytes,) uint8``, zeroed."""
 
 
 class Kernel:

@@ -157,7 +157,8 @@ class Offload:
 
     def __del__(self) -> None:
         if self._engine is not None and not self._state:
-            warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, source=self)
+            text = f"{self!r} was not closed: use `async with`, or await aclose()"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
     # -- whose it is -----------------------------------------------------------------------
 
@@ -244,7 +245,8 @@ class Offload:
         *Source.* CUDA C++ Programming Guide, "Execution Configuration"; cuLaunchKernelEx.
         """
         launcher = self._launcher
-        if launcher is not None and not (after or shared_bytes or cooperative or lane or cluster or timeout_s is not None):
+        special = after or shared_bytes or lane or cluster or cooperative or timeout_s is not None
+        if launcher is not None and not special:
             operation: Operation[None] | None = launcher.launch(kernel, grid, block, args)
             if operation is not None:
                 return operation
@@ -287,9 +289,7 @@ class Offload:
         engine = self._open_engine()
         if engine.refusal is not None:
             raise engine.refusal()
-        return await engine.memory.pinned(
-            shape, dtype, lambda nbytes: engine.offload(engine.memory.register, nbytes)
-        )
+        return await engine.memory.pinned(shape, dtype, lambda nbytes: engine.offload(engine.memory.register, nbytes))
 
     # -- copying ---------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class LaneQueue:
         """Take an operation whose mark ``next_sequence`` was enqueued. Raises IndexError when full."""
     def due_ns(self) -> int:
         """When the oldest operation is expected to be done, 0 if unknown, on the clock of now_ns."""
-    def operations(self) -> list[Operation]: ...
+    def operations(self) -> list[Any]: ...
 
 class Board:
     """All lanes' queues of one Offload; finds what arrived."""
@@ -155,7 +155,7 @@ class Board:
         """
     def due_ns(self) -> int:
         """The earliest known due time over all lanes in flight, 0 if none is known."""
-    def abandon(self) -> list[Operation]:
+    def abandon(self) -> list[Any]:
         """Empty every queue, oldest first per lane, finishing nothing."""
 
 class Launcher:
@@ -174,9 +174,7 @@ class Launcher:
     """Whether the Offload is open and its marks are words."""
     def launch(self, kernel: Any, grid: Any, block: Any, args: Any) -> Any:
         """Launch and return the operation, or None with nothing done: not for this path."""
-    def learn(
-        self, kernel: Any, grid: Any, block: Any, plan: LaunchPlan, formats: bytes | None, prepared: Any
-    ) -> None:
+    def learn(self, kernel: Any, grid: Any, block: Any, plan: LaunchPlan, formats: bytes | None, prepared: Any) -> None:
         """Take a kernel in one geometry; ``prepared`` is for a launch without arguments, or None."""
     def forget(self) -> None: ...
 
@@ -208,7 +206,7 @@ class CudaEvent:
     def close(self) -> None: ...
 
 class CudaStream:
-    def __init__(self, context: int, handle: int) -> None: ...
+    def __init__(self, handle: int) -> None: ...
     @property
     def handle(self) -> int: ...
     def bind_marks(self, slot: Word, bell: Word) -> None: ...

@@ -4,8 +4,10 @@
  * that takes the interpreter (Python callbacks through cuLaunchHostFunc do) could otherwise hold
  * a lock of the driver while it waits for the thread that waits for the driver.
  *
- * The caller's current context is put back, and calls that a capturing thread must not make run
- * with its capture mode relaxed: this is a guest in the caller's thread.
+ * No context is made current: a call on a stream takes the stream's (measured on driver 580 with no
+ * context, and with another one, current), and making one current twice per launch would cost more
+ * than the rest of this file. Calls that a capturing thread must not make run with its capture mode
+ * relaxed. Both leave the caller's thread as it was found.
  *
  * The wake is `wake_by_eventfd` below: it runs on a thread of the driver's, at an unknown time,
  * possibly while any other thread holds the interpreter or any lock. One write(2) is all it does.
@@ -19,7 +21,6 @@
 
 /* X(return type is CUresult) name in the struct, exported symbol, parameters */
 #define ENTRY_POINTS(X)                                                                                                \
-    X(ctx_get_current, "cuCtxGetCurrent", (void **))                                                                   \
     X(ctx_push, "cuCtxPushCurrent_v2", (void *))                                                                       \
     X(ctx_pop, "cuCtxPopCurrent_v2", (void **))                                                                        \
     X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int *))                                                      \
@@ -106,33 +107,19 @@ static PyObject *none_or_fail(const char *entry_point, int status) {
     Py_RETURN_NONE;
 }
 
-/* Makes `context` current if it is not; returns whether leave() has to undo it. */
-static int enter(void *context) {
-    void *current = NULL;
-    if (cu.ctx_get_current(&current) == 0 && current == context) return 0;
-    return cu.ctx_push(context) == 0;
-}
-
-static void leave(int pushed) {
-    void *ignored;
-    if (pushed) cu.ctx_pop(&ignored);
-}
-
-/* Runs CALL in `context` without the interpreter and leaves its CUresult in `status`. */
-#define IN_CONTEXT(context, CALL)                                                                                      \
+/* Runs CALL without the interpreter and leaves its CUresult in `status`. */
+#define WITHOUT_INTERPRETER(CALL)                                                                                      \
     Py_BEGIN_ALLOW_THREADS;                                                                                            \
-    int pushed_ = enter(context);                                                                                      \
     status = CALL;                                                                                                     \
-    leave(pushed_);                                                                                                    \
     Py_END_ALLOW_THREADS
 
-#define IN_RELAXED_CONTEXT(context, CALL)                                                                              \
+/* The same for what a thread that captures a stream must not call. */
+#define RELAXED(CALL)                                                                                                  \
     Py_BEGIN_ALLOW_THREADS;                                                                                            \
-    int pushed_ = enter(context), mode_ = CAPTURE_RELAXED;                                                             \
+    int mode_ = CAPTURE_RELAXED;                                                                                       \
     cu.capture_mode(&mode_);                                                                                           \
     status = CALL;                                                                                                     \
     cu.capture_mode(&mode_);                                                                                           \
-    leave(pushed_);                                                                                                    \
     Py_END_ALLOW_THREADS
 
 static PyObject *query_result(const char *entry_point, int status) {
@@ -144,9 +131,18 @@ static PyObject *query_result(const char *entry_point, int status) {
 
 typedef struct {
     PyObject_HEAD
-    void *context;
     void *event;              /* NULL once closed */
 } CudaEvent;
+
+/* An event belongs to the context that is current, so this one call needs ours. */
+static int create_event(void *context, void **event) {
+    void *ignored;
+    int status = cu.ctx_push(context);
+    if (status) return status;
+    status = cu.event_create(event, EVENT_DISABLE_TIMING);
+    cu.ctx_pop(&ignored);
+    return status;
+}
 
 static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"context", NULL};
@@ -156,8 +152,7 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
     CudaEvent *self = (CudaEvent *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->context = (void *)(uintptr_t)context;
-    IN_RELAXED_CONTEXT(self->context, cu.event_create(&self->event, EVENT_DISABLE_TIMING));
+    RELAXED(create_event((void *)(uintptr_t)context, &self->event));
     if (status) {
         self->event = NULL;
         Py_DECREF(self);
@@ -168,13 +163,13 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static PyObject *event_query(CudaEvent *self, PyObject *Py_UNUSED(ignored)) {
     int status;
-    IN_RELAXED_CONTEXT(self->context, cu.event_query(self->event));
+    RELAXED(cu.event_query(self->event));
     return query_result("cuEventQuery", status);
 }
 
 static PyObject *event_close(CudaEvent *self, PyObject *Py_UNUSED(ignored)) {
     int status = 0;
-    if (self->event) IN_CONTEXT(self->context, cu.event_destroy(self->event));
+    if (self->event) WITHOUT_INTERPRETER(cu.event_destroy(self->event));
     self->event = NULL;
     return none_or_fail("cuEventDestroy", status);
 }
@@ -209,20 +204,18 @@ PyTypeObject AoCudaEvent_Type = {
 
 typedef struct {
     PyObject_HEAD
-    void *context;
     void *stream;             /* NULL once closed */
     memop marks[2];           /* slot then bell: a reader that sees the bell sees the slot */
     PyObject *slot, *bell;    /* keep the words alive; NULL until bind_marks() */
 } CudaStream;
 
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"context", "handle", NULL};
-    unsigned long long context, handle;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK:CudaStream", names, &context, &handle)) return NULL;
+    static char *names[] = {"handle", NULL};
+    unsigned long long handle;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "K:CudaStream", names, &handle)) return NULL;
     if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
     CudaStream *self = (CudaStream *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->context = (void *)(uintptr_t)context;
     self->stream = (void *)(uintptr_t)handle;
     return (PyObject *)self;
 }
@@ -306,10 +299,8 @@ static PyObject *stream_enqueue_kernel(CudaStream *self, PyObject *const *args, 
     if (PyErr_Occurred() || is_closed(self) || unpack(args[1], parameters, MAX_PARAMETERS) < 0) return NULL;
     int status, marked = 0;
     Py_BEGIN_ALLOW_THREADS;
-    int pushed = enter(self->context);
     status = launch(self, plan, parameters);
     if (!status && sequence) marked = mark(self, sequence);
-    leave(pushed);
     Py_END_ALLOW_THREADS;
     if (status) return fail(plan->cooperative || plan->cluster[0] ? "cuLaunchKernelEx" : "cuLaunchKernel", status);
     return none_or_fail("cuStreamBatchMemOp", marked);
@@ -319,7 +310,7 @@ static PyObject *stream_enqueue_mark(CudaStream *self, PyObject *value) {
     uint64_t sequence = PyLong_AsUnsignedLongLong(value);
     int status;
     if (PyErr_Occurred() || is_closed(self)) return NULL;
-    IN_CONTEXT(self->context, mark(self, sequence));
+    WITHOUT_INTERPRETER(mark(self, sequence));
     return none_or_fail("cuStreamBatchMemOp", status);
 }
 
@@ -328,7 +319,7 @@ static PyObject *stream_enqueue_write(CudaStream *self, PyObject *args) {
     unsigned long long value;
     int status;
     if (!PyArg_ParseTuple(args, "O!K:enqueue_write", &AoWord_Type, &word, &value) || is_closed(self)) return NULL;
-    IN_CONTEXT(self->context, cu.write_value(self->stream, word->device, value, 0));
+    WITHOUT_INTERPRETER(cu.write_value(self->stream, word->device, value, 0));
     return none_or_fail("cuStreamWriteValue64", status);
 }
 
@@ -337,7 +328,7 @@ static PyObject *stream_enqueue_wait(CudaStream *self, PyObject *args) {
     unsigned long long value;
     int status;
     if (!PyArg_ParseTuple(args, "O!K:enqueue_wait", &AoWord_Type, &word, &value) || is_closed(self)) return NULL;
-    IN_CONTEXT(self->context, cu.wait_value(self->stream, word->device, value, WAIT_GEQ));
+    WITHOUT_INTERPRETER(cu.wait_value(self->stream, word->device, value, WAIT_GEQ));
     return none_or_fail("cuStreamWaitValue64", status);
 }
 
@@ -351,7 +342,7 @@ static PyObject *stream_enqueue_wake(CudaStream *self, PyObject *value) {
     long descriptor = PyLong_AsLong(value);
     int status;
     if ((descriptor == -1 && PyErr_Occurred()) || is_closed(self)) return NULL;
-    IN_CONTEXT(self->context, cu.host_func(self->stream, wake_by_eventfd, (void *)(intptr_t)descriptor));
+    WITHOUT_INTERPRETER(cu.host_func(self->stream, wake_by_eventfd, (void *)(intptr_t)descriptor));
     return none_or_fail("cuLaunchHostFunc", status);
 }
 
@@ -359,7 +350,7 @@ static PyObject *stream_enqueue_copy(CudaStream *self, PyObject *args) {
     unsigned long long destination, source, nbytes;
     int status = 0;
     if (!PyArg_ParseTuple(args, "KKK:enqueue_copy", &destination, &source, &nbytes) || is_closed(self)) return NULL;
-    if (nbytes) IN_CONTEXT(self->context, cu.memcpy_async(destination, source, nbytes, self->stream));
+    if (nbytes) WITHOUT_INTERPRETER(cu.memcpy_async(destination, source, nbytes, self->stream));
     return none_or_fail("cuMemcpyAsync", status);
 }
 
@@ -392,7 +383,7 @@ static PyObject *stream_enqueue_fill(CudaStream *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Ky#K:enqueue_fill", &address, &pattern, &width, &count) || is_closed(self)) return NULL;
     if (width != 1 && width != 2 && width != 4 && width != 8 && width != 16)
         return PyErr_Format(PyExc_ValueError, "a pattern has 1, 2, 4, 8 or 16 bytes, not %zd", width);
-    if (count) IN_CONTEXT(self->context, fill(self, address, pattern, (size_t)width, count));
+    if (count) WITHOUT_INTERPRETER(fill(self, address, pattern, (size_t)width, count));
     return none_or_fail("cuMemsetAsync", status);
 }
 
@@ -408,7 +399,7 @@ static PyObject *stream_enqueue_record(CudaStream *self, PyObject *value) {
     CudaEvent *event = as_event(value);
     int status;
     if (!event || is_closed(self)) return NULL;
-    IN_CONTEXT(self->context, cu.event_record(event->event, self->stream));
+    WITHOUT_INTERPRETER(cu.event_record(event->event, self->stream));
     return none_or_fail("cuEventRecord", status);
 }
 
@@ -416,20 +407,20 @@ static PyObject *stream_enqueue_wait_event(CudaStream *self, PyObject *value) {
     CudaEvent *event = as_event(value);
     int status;
     if (!event || is_closed(self)) return NULL;
-    IN_CONTEXT(self->context, cu.stream_wait_event(self->stream, event->event, 0));
+    WITHOUT_INTERPRETER(cu.stream_wait_event(self->stream, event->event, 0));
     return none_or_fail("cuStreamWaitEvent", status);
 }
 
 static PyObject *stream_query(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
     int status;
     if (is_closed(self)) return NULL;
-    IN_RELAXED_CONTEXT(self->context, cu.stream_query(self->stream));
+    RELAXED(cu.stream_query(self->stream));
     return query_result("cuStreamQuery", status);
 }
 
 static PyObject *stream_close(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
     int status = 0;
-    if (self->stream) IN_CONTEXT(self->context, cu.stream_destroy(self->stream));
+    if (self->stream) WITHOUT_INTERPRETER(cu.stream_destroy(self->stream));
     self->stream = NULL;
     return none_or_fail("cuStreamDestroy", status);
 }

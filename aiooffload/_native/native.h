@@ -41,7 +41,7 @@ static inline uint64_t ao_word_load(const AoWord *w) { return __atomic_load_n(w-
 void ao_host_notify(void);
 
 /* ---- plan.c: geometry of a launch and the running estimate of its duration ---- */
-#define AO_PLAN_WINDOW 4
+#define AO_PLAN_WINDOW 5
 typedef struct {
     PyObject_HEAD
     PyObject *name;           /* str */
@@ -53,6 +53,8 @@ typedef struct {
     /* The last durations, at samples % AO_PLAN_WINDOW; touched with the interpreter held only. */
     uint32_t samples;
     double recent_ns[AO_PLAN_WINDOW];
+    double median_ns;         /* of the known ones */
+    int steady;               /* whether they are close enough together to predict from */
 } AoPlan;
 extern PyTypeObject AoPlan_Type;
 void ao_plan_record(AoPlan *plan, int64_t duration_ns);

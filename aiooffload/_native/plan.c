@@ -1,57 +1,56 @@
 /* The geometry of a launch, and an estimate of how long it takes.
  *
- * The estimate is what lets the loop sleep until shortly before a completion is due: the shortest
- * of the last few durations, since waking early costs a little spinning and waking late costs the
- * whole gain. A kernel whose duration follows its arguments is known again after as many launches.
- *
- * The board feeds it one of two kinds of sample:
+ * The estimate is what lets the loop sleep until shortly before a completion is due: the median of
+ * the last few durations, so that one disturbed launch changes nothing. The board feeds it one of
+ * two kinds of sample:
  *   exact     the board was looking all the time, so the duration is known;
  *   censored  the board came back from a sleep and the mark was there: the true end lies
  *             somewhere in (lower, upper).
  * A late wake must not teach a longer duration, or the estimate would drift up for ever: a
  * censored sample that agrees with the estimate takes a little off it, until the loop wakes early
- * enough to see the end as it happens.
+ * enough to see the end as it happens. One that says the estimate was too short, although the loop
+ * looked and waited, replaces everything known: the kernel has got longer (its duration may follow
+ * its arguments), and creeping up to that would cost a late wake for each step.
  */
 #include "native.h"
 
 #define PROBE 0.03         /* what a censored sample takes off the estimate */
-#define SCATTER_LIMIT 0.5  /* shortest over longest sample below which nothing is predicted */
+#define SCATTER_LIMIT 2.0  /* longest over shortest sample above which nothing is predicted */
 #define MIN_SAMPLES 2
 
-static uint32_t known(const AoPlan *plan) { return plan->samples < AO_PLAN_WINDOW ? plan->samples : AO_PLAN_WINDOW; }
-
-static double shortest(const AoPlan *plan) {
-    double least = plan->recent_ns[0];
-    for (uint32_t i = 1; i < known(plan); i++)
-        if (plan->recent_ns[i] < least) least = plan->recent_ns[i];
-    return least;
-}
-
-static double longest(const AoPlan *plan) {
-    double most = plan->recent_ns[0];
-    for (uint32_t i = 1; i < known(plan); i++)
-        if (plan->recent_ns[i] > most) most = plan->recent_ns[i];
-    return most;
+static void estimate(AoPlan *plan) {
+    double sorted[AO_PLAN_WINDOW];
+    uint32_t count = plan->samples < AO_PLAN_WINDOW ? plan->samples : AO_PLAN_WINDOW;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t j = i;
+        for (; j > 0 && sorted[j - 1] > plan->recent_ns[i]; j--) sorted[j] = sorted[j - 1];
+        sorted[j] = plan->recent_ns[i];
+    }
+    plan->median_ns = sorted[(count - 1) / 2];
+    plan->steady = sorted[count - 1] <= SCATTER_LIMIT * sorted[0];
 }
 
 void ao_plan_record(AoPlan *plan, int64_t duration_ns) {
-    plan->recent_ns[plan->samples % AO_PLAN_WINDOW] = (double)(duration_ns > 0 ? duration_ns : 0);
-    plan->samples++;
+    plan->recent_ns[plan->samples++ % AO_PLAN_WINDOW] = (double)(duration_ns > 0 ? duration_ns : 0);
+    estimate(plan);
 }
 
 void ao_plan_record_between(AoPlan *plan, int64_t lower_ns, int64_t upper_ns) {
     double lower = (double)(lower_ns > 0 ? lower_ns : 0), upper = (double)upper_ns;
-    double estimate = plan->samples ? shortest(plan) : upper;
-    if (estimate > upper) estimate = upper;
-    estimate *= 1.0 - PROBE;
-    ao_plan_record(plan, (int64_t)(estimate > lower ? estimate : lower));
+    if (plan->samples == 0 || plan->median_ns < lower) {
+        double late = upper * (1.0 - PROBE);
+        for (int i = 0; i < AO_PLAN_WINDOW; i++) plan->recent_ns[i] = late > lower ? late : lower;
+        plan->samples++;
+        estimate(plan);
+        return;
+    }
+    double probed = (plan->median_ns < upper ? plan->median_ns : upper) * (1.0 - PROBE);
+    ao_plan_record(plan, (int64_t)(probed > lower ? probed : lower));
 }
 
 int64_t ao_plan_expected(const AoPlan *plan) {
-    if (plan->samples < MIN_SAMPLES) return 0;
-    double expected = shortest(plan);
-    if (expected < SCATTER_LIMIT * longest(plan)) return 0;
-    return expected > 1.0 ? (int64_t)expected : 1;
+    if (plan->samples < MIN_SAMPLES || !plan->steady) return 0;
+    return plan->median_ns > 1.0 ? (int64_t)plan->median_ns : 1;
 }
 
 static int triple(PyObject *value, unsigned out[3], const char *what) {

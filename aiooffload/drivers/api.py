@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,8 +157,8 @@ class Block(Protocol):
         """The memory as ``(nbytes,) uint8`` where the host can touch it (host driver), else None."""
 
 
-class Compiled(Protocol):
-    """The outcome of :meth:`Device.compile`; opaque to the engine."""
+Compiled: TypeAlias = object
+"""The outcome of :meth:`Device.compile`; opaque to the engine."""
 
 
 class Function(Protocol):

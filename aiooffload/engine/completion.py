@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "EventMarks"]
 
-_LOOK_NS: Final = 10_000
+_LOOK_NS: Final = 4_000
 """One look's spin inside the extension: how long other callbacks of the loop may wait for it."""
 
 
@@ -131,6 +131,7 @@ class Completion:
         self._slack = timer_slack(1)
         # Whether a wait is on the monitor stream whose wake was not read yet.
         self.armed = False
+        self._disarmed: asyncio.Future[None] | None = None
         self._timer_ns = 0
         self._progress_ns = 0
         self._closed = False
@@ -213,6 +214,12 @@ class Completion:
         """Release an armed wait from the host; its wake still arrives."""
         self._bell.store(1)
 
+    async def disarmed(self) -> None:
+        """Wait until the wake of an armed wait was seen."""
+        while self.armed:
+            self._disarmed = self._loop.create_future()
+            await self._disarmed
+
     def _set_timer(self, when_ns: int) -> None:
         self._timer_ns = when_ns
         if when_ns:
@@ -226,6 +233,8 @@ class Completion:
         except BlockingIOError:
             return
         self.armed = False
+        if self._disarmed is not None and not self._disarmed.done():
+            self._disarmed.set_result(None)
         self.wakes["monitor"] += 1
         self._wake()
 

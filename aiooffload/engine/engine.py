@@ -27,14 +27,23 @@ from aiooffload.engine.launches import Geometry, Kernels, buffers
 from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.memory import Memory
 from aiooffload.engine.selftest import selftest
-from aiooffload.errors import ClosedError, DependencyError, DeviceLostError, OffloadError, OffloadTimeout, UsageError, WouldBlock
+from aiooffload.errors import (
+    ClosedError,
+    DependencyError,
+    DeviceLostError,
+    OffloadError,
+    OffloadTimeout,
+    UsageError,
+    WouldBlock,
+)
 from aiooffload.log import log
 from aiooffload.operation import Operation
 from aiooffload.rules.wake import WakeMode, WakePolicy
 
 if TYPE_CHECKING:
+    from aiooffload._native import Word
     from aiooffload.buffer import Buffer
-    from aiooffload.drivers.api import Device, RegisteredMemory, Word
+    from aiooffload.drivers.api import Device, RegisteredMemory
     from aiooffload.kernel import Kernel
 
 __all__ = ["Engine"]
@@ -84,9 +93,7 @@ class Engine:
         self.board: Final = Board()
         words = self.memory.register((lanes + 1) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
-        self.launcher: Final = Launcher(
-            self.board, self.loop, self, Operation, self.completion.notice, self._refused
-        )
+        self.launcher: Final = Launcher(self.board, self.loop, self, Operation, self.completion.notice, self._refused)
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain)
         self.watchdog = Watchdog(
             self.loop,
@@ -103,11 +110,11 @@ class Engine:
         bell = words.word(0)
         self._monitor = device.create_stream()
         policy = WakePolicy(self._wake_mode, spins=properties.spins, monitor=True)
-        self.completion: Final = Completion(
+        self.completion = Completion(
             self.loop, self.board, bell, self._monitor, policy, self._on_progress, self._on_flight, self.lose
         )
         lanes = [self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth) for i in range(count)]
-        self.lanes: Final = Lanes(self.board, lanes, self.completion, max_pending, self.lose)
+        self.lanes = Lanes(self.board, lanes, self.completion, max_pending, self.lose)
 
     def _make_lane(self, index: int, slot: Word, bell: Word, depth: int) -> Lane:
         stream = self.device.create_stream()
@@ -463,16 +470,19 @@ class Engine:
         """Everything is done: take the monitor off the device and give the rest back."""
         self.watchdog.stop()
         self.completion.cancel_monitor()
-        while self.completion.armed:
-            await asyncio.sleep(0)
+        await self.completion.disarmed()
         self.completion.stop(lost=False)
         for lane in self.lanes.lanes:
             lane.close()
         self._monitor.close()
         registered = self.memory.close()
-        await self.maintain(lambda: [self.device.unregister(memory) for memory in registered])
+        await self.maintain(lambda: self._unregister(registered))
         barrier.leave(self)
         self.device.close()
+
+    def _unregister(self, registered: list[RegisteredMemory]) -> None:
+        for memory in registered:
+            self.device.unregister(memory)
 
 
 def _closed() -> OffloadError:
@@ -481,4 +491,3 @@ def _closed() -> OffloadError:
 
 def _terminated() -> OffloadError:
     return ClosedError("the Offload was terminated")
-

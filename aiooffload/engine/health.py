@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiooffload.errors import DeviceLostError
 
@@ -65,7 +65,7 @@ loss: Final = Loss()
 """The loss latch of this process."""
 
 
-def suspects(abandoned: list[Operation[object]]) -> tuple[str, ...]:
+def suspects(abandoned: Iterable[Operation[Any]]) -> tuple[str, ...]:
     """Name the launches that had not finished, oldest first per lane."""
     return tuple(f"{operation.name} on lane {operation.lane.index}" for operation in abandoned if operation.lane)
 

@@ -190,4 +190,3 @@ def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[
             raise UsageError(f"argument {index} of kernel {kernel.name} is a buffer of another Offload")
         found.append((value, not kernel.signature.read_only(index)))
     return found
-

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 __all__ = ["Barrier", "Participant", "barrier"]
@@ -75,8 +76,9 @@ class Barrier:
         try:
             idle = []
             for participant in participants:
-                future = loop.create_future()
-                if _on_loop(participant, loop, lambda p=participant, f=future: p.pause(lambda: _resolve(loop, f))):
+                future: asyncio.Future[None] = loop.create_future()
+                resolve = partial(_resolve, loop, future)
+                if _on_loop(participant, loop, partial(participant.pause, resolve)):
                     paused.append(participant)
                     idle.append(future)
             for future in idle:

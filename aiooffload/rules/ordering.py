@@ -6,7 +6,7 @@ it. The history of an allocation is what that needs: its last writer, and its re
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 __all__ = ["History", "Orderable"]
 
@@ -21,27 +21,30 @@ class Orderable(Protocol):
         """Whether the device no longer touches its memory."""
 
 
-class History:
+_Op = TypeVar("_Op", bound=Orderable)
+
+
+class History(Generic[_Op]):
     """What has been submitted on one allocation and may still be unfinished."""
 
     __slots__ = ("readers", "writer")
 
     def __init__(self) -> None:
         # Everything submitted before `writer` is ordered before it already.
-        self.writer: Orderable | None = None
+        self.writer: _Op | None = None
         # Submitted after `writer`, in order; finished ones are dropped now and then.
-        self.readers: list[Orderable] = []
+        self.readers: list[_Op] = []
 
-    def conflicts(self, writes: bool) -> list[Orderable]:
+    def conflicts(self, writes: bool) -> list[_Op]:
         """Return the unfinished operations that one submitted now has to come after."""
-        before: list[Orderable] = []
+        before: list[_Op] = []
         if self.writer is not None and not self.writer.finished:
             before.append(self.writer)
         if writes:
             before.extend(reader for reader in self.readers if not reader.finished)
         return before
 
-    def record(self, operation: Orderable, writes: bool) -> None:
+    def record(self, operation: _Op, writes: bool) -> None:
         """Note that ``operation`` was submitted now."""
         if writes:
             self.writer = operation

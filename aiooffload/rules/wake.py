@@ -18,10 +18,10 @@ WakeMode = Literal["hybrid", "interrupt", "poll"]
 
 BOUNDED_NS: Final = 1_000_000
 """A sleep that a timer bounds to this long needs no monitor behind it."""
-_MARGIN_NS: Final = 25_000
-_MARGIN_SHARE: Final = 40
+_MARGIN_NS: Final = 18_000
+_MARGIN_SHARE: Final = 64
 _MARGIN_MAX_NS: Final = 200_000
-_WORTH_NS: Final = 15_000
+_WORTH_NS: Final = 30_000
 
 
 class Wake(enum.Enum):
@@ -97,7 +97,7 @@ class WakePolicy:
                 lead = due_ns - now_ns
                 margin = margin_ns(max(lead, 0))
                 if due_ns != self._due_ns:
-                    self._due_ns, self._patience_ns = due_ns, max(self.spin_ns, margin)
+                    self._due_ns, self._patience_ns = due_ns, max(self.spin_ns, 2 * margin)
                 if lead > margin + _WORTH_NS:
                     return self._sleep(now_ns, due_ns - margin)
                 if -lead < self._patience_ns:

@@ -95,7 +95,7 @@ class CudaDevice:
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self._current():
             handle = unwrap("cuStreamCreate", driver.cuStreamCreateWithPriority(flags, priority))
-        return CudaStream(int(self._context), int(handle))
+        return CudaStream(int(handle))
 
     def create_event(self) -> CudaEvent:
         """Create an event without timing."""
@@ -176,11 +176,14 @@ class CudaDevice:
     def compile(self, kernel: KernelSource) -> Compiled:
         """Return a cubin, PTX, or the ``cuda.core`` kernel that was given."""
         if kernel.core is not None:
-            return kernel.core
+            core: Compiled = kernel.core
+            return core
         if kernel.image is not None:
             return kernel.image
         if kernel.cuda_source is None:
-            raise UsageError(f"kernel {kernel.name} has no CUDA code: give it cuda= or image=, or launch it on the host")
+            raise UsageError(
+                f"kernel {kernel.name} has no CUDA code: give it cuda= or image=, or launch it on the host"
+            )
         return compile_source(kernel.cuda_source, self._arch, kernel.options)
 
     def load(self, kernel: KernelSource, compiled: Compiled) -> CudaFunction:

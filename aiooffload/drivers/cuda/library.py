@@ -84,5 +84,8 @@ def check_version(version: int) -> None:
 def _unusable(operation: str, status: int) -> DeviceUnavailableError:
     error = status_error(operation, status)
     return DeviceUnavailableError(
-        f"the CUDA driver is installed but cannot be used: {error}", operation=operation, status=status_name(status), code=status
+        f"the CUDA driver is installed but cannot be used: {error}",
+        operation=operation,
+        status=status_name(status),
+        code=status,
     )

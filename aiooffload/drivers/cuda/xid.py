@@ -43,7 +43,7 @@ class XidWatch:
 
     def note(self) -> str:
         """Return the XIDs seen so far as a sentence, or an empty string."""
-        seen = []
+        seen: list[str] = []
         while self._nvml is not None and len(seen) < 16:
             try:
                 event = self._nvml.event_set_wait_v2(self._events, 0)
