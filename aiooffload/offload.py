@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiooffload.buffer import Buffer, PinnedArray
-from aiooffload.drivers import open_device
 from aiooffload.engine.engine import After, Engine
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
@@ -109,9 +108,10 @@ class Offload:
     async def __aenter__(self) -> Offload:
         if self._engine is not None:
             raise UsageError("this Offload was entered already")
-        return await self._enter(open_device(self._device))
+        return await self._enter(self._device)
 
-    async def _enter(self, device: Device) -> Offload:
+    async def _enter(self, device: Device | str) -> Offload:
+        """Enter with a device's label, or with one that was opened already."""
         self._loop = asyncio.get_running_loop()
         self._engine = await Engine.open(device, **self._options)
         self._launcher = self._engine.launcher

@@ -412,9 +412,9 @@ static void keep_failure(AoOperation *operation) {
     else Py_XSETREF(operation->failure, failure);
 }
 
-/* With the interpreter, which is offered to others by the kernel alone: a Python function does so.
- * The references go before the mark: who sees the mark finds nothing of the
- * launch held here, and the operation's last reference is not dropped on this thread. */
+/* With the interpreter, which only the kernel offers to others: a Python function does on its entry.
+ * The references go before the mark: who sees the mark finds nothing of the launch held here, and
+ * the operation's last reference is not dropped on this thread. */
 static void run_kernel(HostStream *self, const Command *c) {
     PyObject *result = PyObject_Call(c->kernel.plan->callable, c->kernel.prepared, NULL);
     if (result) Py_DECREF(result);
@@ -709,7 +709,8 @@ static PyObject *stream_enqueue_mark(HostStream *self, PyObject *sequence) {
     return enqueue(self, &c);
 }
 
-static PyObject *enqueue_word(HostStream *self, PyObject *const *args, Py_ssize_t nargs, uint8_t kind, const char *name) {
+static PyObject *enqueue_word(HostStream *self, PyObject *const *args, Py_ssize_t nargs, uint8_t kind,
+                              const char *name) {
     Command c = {.kind = kind};
     if (argument_count(name, nargs, 2) < 0 || argument_type(name, args[0], &AoWord_Type) < 0 ||
         argument_value(args[1], &c.word.value) < 0)

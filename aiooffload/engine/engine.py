@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiooffload._native import Board, Launcher
+from aiooffload.drivers import open_device
 from aiooffload.engine.completion import Completion, EventMarks
 from aiooffload.engine.copies import (
     INLINE_NBYTES,
@@ -60,6 +61,8 @@ class Engine:
     ----------
     device
         The opened device; the engine closes it.
+    executor
+        Worker threads for what would hold the loop up; the engine shuts them down.
     lanes
         How many lanes.
     wake
@@ -73,7 +76,15 @@ class Engine:
     """
 
     def __init__(
-        self, device: Device, *, lanes: int, wake: WakeMode, program_order: bool, max_pending: int, depth: int
+        self,
+        device: Device,
+        executor: ThreadPoolExecutor,
+        *,
+        lanes: int,
+        wake: WakeMode,
+        program_order: bool,
+        max_pending: int,
+        depth: int,
     ) -> None:
         self.loop: Final = asyncio.get_running_loop()
         self.device: Final = device
@@ -84,7 +95,7 @@ class Engine:
         self.fallback = ""
         self._wake_mode: WakeMode = wake
         self._closing: asyncio.Task[None] | None = None
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="aiooffload-worker")
+        self._executor = executor
         # Background tasks: large copies on their way. Each ends its own operation.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_calls: list[Callable[[], None]] = []
@@ -126,11 +137,18 @@ class Engine:
     # -- opening ---------------------------------------------------------------------------
 
     @classmethod
-    async def open(cls, device: Device, **options: Any) -> Engine:
-        """Make an engine and run its self-test; closes the device if that fails."""
-        if loss.error is not None and device.properties.process_wide_faults:
+    async def open(cls, device: Device | str, **options: Any) -> Engine:
+        """Open the device if it is a label, on a worker thread, make its engine and run the self-test."""
+        if loss.error is not None and device != "host":
             raise loss.error
-        engine = cls(device, **options)
+        executor = ThreadPoolExecutor(2, thread_name_prefix="aiooffload-worker")
+        try:
+            if isinstance(device, str):
+                device = await asyncio.get_running_loop().run_in_executor(executor, open_device, device)
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+        engine = cls(device, executor, **options)
         barrier.join(engine)
         loss.join(engine)
         try:
@@ -464,7 +482,7 @@ class Engine:
         except TimeoutError:
             log.warning("closing took too long, terminating", seconds=timeout_s, in_flight=self.board.in_flight)
             self.terminate()
-        self._executor.shutdown(wait=self.lost is None)
+        self._executor.shutdown(wait=False)  # its threads are idle and end by themselves
 
     async def _release(self) -> None:
         """Everything is done: take the monitor off the device and give the rest back."""
@@ -478,7 +496,7 @@ class Engine:
         registered = self.memory.close()
         await self.maintain(lambda: self._unregister(registered))
         barrier.leave(self)
-        self.device.close()
+        await self.offload(self.device.close)
 
     def _unregister(self, registered: list[RegisteredMemory]) -> None:
         for memory in registered:

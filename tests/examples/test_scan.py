@@ -107,6 +107,7 @@ async def test_unreadable_files_are_reported(odd_names: Path, monkeypatch: pytes
     assert len(result.files) == len(NASTY) + 1
 
 
+@pytest.mark.allows_blocking("it writes its own files")
 async def test_more_files_than_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool smaller than the tree is used again and again."""
     monkeypatch.setattr(scan_module, "FILES_IN_FLIGHT", 2)
