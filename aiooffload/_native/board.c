@@ -5,7 +5,8 @@
  */
 #include "native.h"
 
-#define EXACT_NS 20000     /* a look this soon after the last one saw the end as it happened */
+#define EXACT_NS 20000     /* a look this soon after the last one saw the end as it happened; */
+#define EXACT_SHARE 64     /* or within this fraction of the duration */
 #define BATCH 256          /* operations finished per scan, so that the list fits on the stack */
 #define MAX_SPIN_LANES 256 /* lanes watched while spinning; more are looked at between spins */
 
@@ -142,7 +143,8 @@ PyTypeObject AoQueue_Type = {
 
 static void record_duration(const AoBoard *board, AoQueue *lane, int64_t started, AoPlan *plan, int64_t now) {
     if (lane->last_done_ns > started) started = lane->last_done_ns;
-    if (now - board->looked_ns <= EXACT_NS)
+    int64_t gap = now - board->looked_ns;
+    if (gap <= EXACT_NS || gap <= (now - started) / EXACT_SHARE)
         ao_plan_record(plan, now - started);
     else
         ao_plan_record_between(plan, board->looked_ns - started, now - started);

@@ -288,22 +288,29 @@ static int unpack(PyObject *prepared, void **parameters, uint32_t capacity) {
 
 #define MAX_PARAMETERS 512
 
-static PyObject *stream_enqueue_kernel(CudaStream *self, PyObject *const *args, Py_ssize_t nargs) {
+int ao_cuda_enqueue_kernel(PyObject *stream, AoPlan *plan, PyObject *prepared, uint64_t sequence) {
+    CudaStream *self = (CudaStream *)stream;
     void *parameters[MAX_PARAMETERS];
-    if (nargs != 4 || !PyObject_TypeCheck(args[0], &AoPlan_Type)) {
-        PyErr_SetString(PyExc_TypeError, "enqueue_kernel(plan, prepared, operation, sequence)");
-        return NULL;
-    }
-    AoPlan *plan = (AoPlan *)args[0];
-    uint64_t sequence = PyLong_AsUnsignedLongLong(args[3]);
-    if (PyErr_Occurred() || is_closed(self) || unpack(args[1], parameters, MAX_PARAMETERS) < 0) return NULL;
     int status, marked = 0;
+    if (is_closed(self) || unpack(prepared, parameters, MAX_PARAMETERS) < 0) return -1;
     Py_BEGIN_ALLOW_THREADS;
     status = launch(self, plan, parameters);
     if (!status && sequence) marked = mark(self, sequence);
     Py_END_ALLOW_THREADS;
-    if (status) return fail(plan->cooperative || plan->cluster[0] ? "cuLaunchKernelEx" : "cuLaunchKernel", status);
-    return none_or_fail("cuStreamBatchMemOp", marked);
+    if (status) fail(plan->cooperative || plan->cluster[0] ? "cuLaunchKernelEx" : "cuLaunchKernel", status);
+    else if (marked) fail("cuStreamBatchMemOp", marked);
+    return status || marked ? -1 : 0;
+}
+
+static PyObject *stream_enqueue_kernel(CudaStream *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 4 || !PyObject_TypeCheck(args[0], &AoPlan_Type)) {
+        PyErr_SetString(PyExc_TypeError, "enqueue_kernel(plan, prepared, operation, sequence)");
+        return NULL;
+    }
+    uint64_t sequence = PyLong_AsUnsignedLongLong(args[3]);
+    if (PyErr_Occurred()) return NULL;
+    if (ao_cuda_enqueue_kernel((PyObject *)self, (AoPlan *)args[0], args[1], sequence) < 0) return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *stream_enqueue_mark(CudaStream *self, PyObject *value) {

@@ -119,6 +119,8 @@ static AoOperation *new_operation(Launcher *self, AoPlan *plan) {
 }
 
 static int enqueue(AoQueue *lane, AoPlan *plan, PyObject *prepared, AoOperation *op) {
+    if (Py_IS_TYPE(lane->stream, &AoCudaStream_Type))
+        return ao_cuda_enqueue_kernel(lane->stream, plan, prepared, lane->issued + 1);
     PyObject *sequence = PyLong_FromUnsignedLongLong(lane->issued + 1);
     if (!sequence) return -1;
     PyObject *args[] = {lane->stream, (PyObject *)plan, prepared, (PyObject *)op, sequence};

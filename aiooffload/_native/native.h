@@ -54,6 +54,7 @@ typedef struct {
     uint32_t samples;
     double recent_ns[AO_PLAN_WINDOW];
     double median_ns;         /* of the known ones */
+    int probes;               /* censored samples since the last exact one */
     int steady;               /* whether they are close enough together to predict from */
 } AoPlan;
 extern PyTypeObject AoPlan_Type;
@@ -134,6 +135,8 @@ extern PyTypeObject AoHostContext_Type, AoHostEvent_Type, AoHostStream_Type; /* 
 
 PyObject *ao_pack(PyObject *module, PyObject *args);                 /* pack.c */
 PyObject *ao_cuda_initialise(PyObject *module, PyObject *error);     /* cuda_stream.c */
+/* The launch path's way into enqueue_kernel() of an AoCudaStream; -1 with an exception. */
+int ao_cuda_enqueue_kernel(PyObject *stream, AoPlan *plan, PyObject *prepared, uint64_t sequence);
 int ao_operation_module_init(PyObject *module);                      /* operation.c */
 PyObject *ao_running_loop(void);                                     /* operation.c; new reference */
 PyObject *ao_pack_arguments(const char *formats, Py_ssize_t count, PyObject *arguments); /* pack.c; None: slow path */

@@ -7,14 +7,16 @@
  *   censored  the board came back from a sleep and the mark was there: the true end lies
  *             somewhere in (lower, upper).
  * A late wake must not teach a longer duration, or the estimate would drift up for ever: a
- * censored sample that agrees with the estimate takes a little off it, until the loop wakes early
- * enough to see the end as it happens. One that says the estimate was too short, although the loop
- * looked and waited, replaces everything known: the kernel has got longer (its duration may follow
- * its arguments), and creeping up to that would cost a late wake for each step.
+ * censored sample takes something off the estimate, more with each, until the loop wakes early
+ * enough to see the end as it happens, and what it sees then replaces the guesses. One that says the
+ * estimate was too short, although the loop looked and waited, starts over from what was seen: the
+ * kernel has got longer (its duration may follow its arguments), and creeping up to that would cost
+ * a late wake for each step.
  */
 #include "native.h"
 
-#define PROBE 0.03         /* what a censored sample takes off the estimate */
+#define PROBE 0.03         /* what the first of several censored samples takes off the estimate, */
+#define MAX_PROBES 3       /* each following one twice as much, up to 24 % */
 #define SCATTER_LIMIT 2.0  /* longest over shortest sample above which nothing is predicted */
 #define MIN_SAMPLES 2
 
@@ -30,22 +32,31 @@ static void estimate(AoPlan *plan) {
     plan->steady = sorted[count - 1] <= SCATTER_LIMIT * sorted[0];
 }
 
+/* Forgets all other samples. */
+static void replace(AoPlan *plan, double duration_ns) {
+    for (int i = 0; i < AO_PLAN_WINDOW; i++) plan->recent_ns[i] = duration_ns;
+    plan->samples++;
+    estimate(plan);
+}
+
 void ao_plan_record(AoPlan *plan, int64_t duration_ns) {
-    plan->recent_ns[plan->samples++ % AO_PLAN_WINDOW] = (double)(duration_ns > 0 ? duration_ns : 0);
+    double sample = (double)(duration_ns > 0 ? duration_ns : 0);
+    if (plan->probes) {
+        plan->probes = 0;
+        replace(plan, sample);
+        return;
+    }
+    plan->recent_ns[plan->samples++ % AO_PLAN_WINDOW] = sample;
     estimate(plan);
 }
 
 void ao_plan_record_between(AoPlan *plan, int64_t lower_ns, int64_t upper_ns) {
     double lower = (double)(lower_ns > 0 ? lower_ns : 0), upper = (double)upper_ns;
-    if (plan->samples == 0 || plan->median_ns < lower) {
-        double late = upper * (1.0 - PROBE);
-        for (int i = 0; i < AO_PLAN_WINDOW; i++) plan->recent_ns[i] = late > lower ? late : lower;
-        plan->samples++;
-        estimate(plan);
-        return;
-    }
-    double probed = (plan->median_ns < upper ? plan->median_ns : upper) * (1.0 - PROBE);
-    ao_plan_record(plan, (int64_t)(probed > lower ? probed : lower));
+    double from = plan->samples == 0 || plan->median_ns < lower || plan->median_ns > upper ? upper : plan->median_ns;
+    double step = PROBE * (double)(1 << plan->probes);
+    if (plan->probes < MAX_PROBES) plan->probes++;
+    double probed = from * (1.0 - step);
+    replace(plan, probed > lower ? probed : lower);
 }
 
 int64_t ao_plan_expected(const AoPlan *plan) {

@@ -125,6 +125,7 @@ class Completion:
         self._monitor = monitor
         self.policy = policy
         self._on_progress = on_progress
+        self._spin_ns = _LOOK_NS if policy.spins and policy.mode != "interrupt" else 0
         self.marks: EventMarks | None = None
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer = Timer()
@@ -166,17 +167,20 @@ class Completion:
 
     def _look_and_decide(self) -> None:
         board = self._board
-        arrived = self.look(_LOOK_NS if self.policy.mode != "interrupt" and self.policy.spins else 0)
-        now = now_ns()
+        arrived = self.look(self._spin_ns)
         if arrived:
-            self._progress_ns = now
+            # Whoever was woken runs in the loop's next turn: decide after that, not before.
+            self._progress_ns = now_ns()
             self.wakes["look"] += arrived
             self._on_progress()
+            if board.in_flight:
+                self._look_again()
+            elif self._timer_ns:
+                self._set_timer(0)
+            return
         if board.in_flight:
             self._on_flight()
-        decision = self.policy.decide(now, board.in_flight, self._progress_ns, board.due_ns())
-        if board.watched:  # what arrived has made room for more: look again before deciding
-            return
+        decision = self.policy.decide(now_ns(), board.in_flight, self._progress_ns, board.due_ns())
         if decision.wake is Wake.LOOK:
             self._look_again()
             return

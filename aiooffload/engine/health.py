@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loss", "Watchdog", "loss", "suspects"]
 
-TICK_S: Final = 0.02
+TICK_S: Final = 0.04
 STALL_S: Final = 20.0
 
 

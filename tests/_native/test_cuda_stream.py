@@ -1,0 +1,233 @@
+"""``cuda_stream.c``: what the conformance tests in tests/drivers do not ask of streams on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from aiooffload._native import CudaEvent, CudaStream, Word, cuda_initialise
+
+# In a process of its own: what is initialised in this one stays so.
+UNINITIALISED = """
+from aiooffload._native import {type_name}
+try:
+    {type_name}{arguments}
+except RuntimeError as error:
+    assert "cuda_initialise" in str(error), error
+else:
+    raise SystemExit("it was made without a driver")
+"""
+
+
+@pytest.mark.parametrize(("type_name", "arguments"), [("CudaEvent", "(8,)"), ("CudaStream", "(8,)")])
+def test_nothing_is_made_before_the_driver_is_resolved(type_name: str, arguments: str) -> None:
+    """Without cuda_initialise() there are no entry points: RuntimeError, not a jump to nowhere."""
+    program = UNINITIALISED.format(type_name=type_name, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_missing_driver_is_named() -> None:
+    """cuda_initialise() says which library is missing where there is no driver."""
+    program = """
+import ctypes
+from aiooffload._native import cuda_initialise
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    try:
+        cuda_initialise(lambda entry_point, status: RuntimeError())
+    except RuntimeError as error:
+        assert "libcuda.so.1" in str(error), error
+    else:
+        raise SystemExit("a driver that is not there was resolved")
+else:
+    # A driver, or a stub of it that lacks nothing: it is resolved, or what it lacks is named.
+    try:
+        cuda_initialise(lambda entry_point, status: RuntimeError())
+    except RuntimeError as error:
+        assert "the CUDA driver has no cu" in str(error), error
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(CudaEvent, ()), (CudaEvent, ("8",)), (CudaStream, ()), (CudaStream, (None,))]
+)
+def test_handles_are_integers(kind: type[Any], arguments: tuple[Any, ...]) -> None:
+    """Missing handles and handles that are no integers raise TypeError."""
+    with pytest.raises(TypeError):
+        kind(*arguments)
+
+
+# -- on a GPU ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+@pytest.fixture
+def device(driver: Any) -> Iterator[Any]:
+    from aiooffload.drivers.cuda.device import CudaDevice
+
+    opened = CudaDevice(0)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def stream(device: Any) -> Iterator[CudaStream]:
+    made = device.create_stream()
+    yield made
+    if made.handle:
+        made.close()
+
+
+def current(driver: Any) -> int:
+    status, context = driver.cuCtxGetCurrent()
+    assert status == 0
+    return int(context)
+
+
+def set_current(driver: Any, context: int) -> None:
+    (status,) = driver.cuCtxSetCurrent(context)
+    assert status == 0
+
+
+def calls(device: Any, stream: CudaStream, word: Word) -> dict[str, Any]:
+    """Every call on a stream or event that ends by itself."""
+    event = device.create_event()
+    return {
+        "event creation": lambda: device.create_event().close(),
+        "enqueue_mark": lambda: stream.enqueue_mark(3),
+        "enqueue_write": lambda: stream.enqueue_write(word, 1),
+        "enqueue_wait": lambda: stream.enqueue_wait(word, 1),
+        "enqueue_record": lambda: stream.enqueue_record(event),
+        "enqueue_wait_event": lambda: stream.enqueue_wait_event(event),
+        "query": stream.query,
+        "event query": event.query,
+        "event close": event.close,
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_context", [True, False])
+def test_the_current_context_is_left_as_found(driver: Any, device: Any, stream: CudaStream, has_context: bool) -> None:
+    """No call changes the context that is current, and none needs one: not even that there is none changes."""
+    memory = device.register(4096)
+    slot, bell = memory.word(0), memory.word(8)
+    stream.bind_marks(slot, bell)
+    before = current(driver)
+    wanted = int(device._context) if has_context else 0
+    set_current(driver, wanted)
+    try:
+        for name, call in calls(device, stream, bell).items():
+            call()
+            assert current(driver) == wanted, name
+    finally:
+        set_current(driver, before)
+    while not stream.query():
+        pass
+    assert slot.load() == 3
+    device.unregister(memory)
+
+
+@pytest.mark.gpu
+def test_a_look_leaves_a_capture_alone(driver: Any, device: Any, stream: CudaStream) -> None:
+    """While this thread captures in global mode, a look neither fails nor ends the capture, and its mode stays."""
+    with device._current():
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        status, captured = driver.cuStreamCreate(flags)
+        assert status == 0
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        event = device.create_event()
+        assert driver.cuThreadExchangeStreamCaptureMode(mode)[0] == 0
+        (status,) = driver.cuStreamBeginCapture(captured, mode)
+        assert status == 0
+        try:
+            assert stream.query()
+            assert event.query()
+            status, active = driver.cuStreamIsCapturing(captured)
+            assert (int(status), int(active)) == (0, 1)
+            status, found = driver.cuThreadExchangeStreamCaptureMode(mode)
+            assert (int(status), found) == (0, mode)
+        finally:
+            status, graph = driver.cuStreamEndCapture(captured)
+            event.close()
+            driver.cuStreamDestroy(captured)
+        assert status == 0
+        driver.cuGraphDestroy(graph)
+
+
+@pytest.mark.gpu
+def test_a_closed_stream_refuses(device: Any, stream: CudaStream) -> None:
+    """After close(), which may be called twice, nothing goes to the default stream by accident."""
+    memory = device.register(4096)
+    word = memory.word(0)
+    stream.bind_marks(word, word)
+    stream.close()
+    stream.close()
+    assert stream.handle == 0
+    attempts = [
+        lambda: stream.enqueue_mark(1),
+        lambda: stream.enqueue_write(word, 1),
+        lambda: stream.enqueue_wait(word, 1),
+        lambda: stream.enqueue_wake(0),
+        lambda: stream.enqueue_copy(0, 0, 8),
+        lambda: stream.enqueue_fill(0, b"\0", 8),
+        stream.query,
+    ]
+    for attempt in attempts:
+        with pytest.raises(RuntimeError, match="closed"):
+            attempt()
+    device.unregister(memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", [b"", b"abc", b"12345678901234567"])
+def test_a_pattern_has_a_width_that_the_device_knows(device: Any, stream: CudaStream, pattern: bytes) -> None:
+    """Other widths than 1, 2, 4, 8 and 16 bytes raise ValueError."""
+    with pytest.raises(ValueError, match="1, 2, 4, 8 or 16"):
+        stream.enqueue_fill(0, pattern, 1)
+
+
+@pytest.mark.gpu
+def test_only_open_cuda_events_are_taken(device: Any, stream: CudaStream) -> None:
+    """A closed event, or no event at all, raises TypeError."""
+    event = device.create_event()
+    event.close()
+    event.close()
+    for wrong in (event, None, 5):
+        with pytest.raises(TypeError, match="CudaEvent"):
+            stream.enqueue_record(wrong)
+        with pytest.raises(TypeError, match="CudaEvent"):
+            stream.enqueue_wait_event(wrong)
+
+
+@pytest.mark.gpu
+def test_the_drivers_refusals_become_the_given_exceptions(device: Any, stream: CudaStream) -> None:
+    """A status other than success is raised as what the function given to cuda_initialise() makes of it."""
+    from aiooffload.drivers.cuda.status import status_error
+
+    seen: list[tuple[str, int]] = []
+
+    def error(entry_point: str, status: int) -> BaseException:
+        seen.append((entry_point, status))
+        return KeyError(entry_point)
+
+    cuda_initialise(error)
+    try:
+        with pytest.raises(KeyError):
+            stream.enqueue_copy(1, 1, 8)  # no addresses of anything
+    finally:
+        cuda_initialise(status_error)
+    assert seen == [("cuMemcpyAsync", 1)]

@@ -1,0 +1,714 @@
+"""The way to the device: order per buffer, `after`, lanes, depth, room, and stopping what still waits."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import aiooffload as ao
+from tests.kernels import Boom, Rig, SpyDevice, add, combine, fail, fail_at, hold_read, hold_write, nothing
+from tests.kernels import rig, scale_add, turns, until
+
+M64 = 2**64
+
+
+# Order per buffer
+
+
+@pytest.mark.all_loops
+async def test_chain_runs_in_order_across_lanes(device_label: str) -> None:
+    """Launches on one buffer run in the order of submission although each is sent to another lane."""
+    async with rig(device_label, lanes=4) as r:
+        word, gate, expected = r.word(1), r.gate(), 7
+        r.launch(hold_write, gate.address, word, 7, lane=r.off.lanes[0])
+        for i in range(40):
+            r.launch(scale_add, word, 3, i, lane=r.off.lanes[i % 4])
+            expected = (expected * 3 + i) % M64
+        await until(lambda: gate.started)
+        gate.open()
+        assert await r.read(word) == expected
+
+
+async def test_chain_stays_on_one_lane(device_label: str) -> None:
+    """Dependent launches that name no lane go to the one their buffer is in use on."""
+    async with rig(device_label, lanes=4) as r:
+        word, gate = r.word(), r.gate()
+        first = r.launch(hold_write, gate.address, word, 0, lane=r.off.lanes[2])
+        rest = [r.launch(add, word, 1) for _ in range(5)]
+        assert {op.lane.index for op in rest} == {2}
+        gate.open()
+        await first
+        assert await r.read(word) == 5
+
+
+async def test_readers_overlap(device_label: str) -> None:
+    """Two launches that only read a buffer may run at the same time."""
+    async with rig(device_label, lanes=4) as r:
+        word, gates = r.word(9), [r.gate(), r.gate()]
+        outs = [r.word(), r.word()]
+        ops = [r.launch(hold_read, gate.address, word, out) for gate, out in zip(gates, outs, strict=True)]
+        await until(lambda: all(gate.started for gate in gates), "both readers run at once")
+        r.open_all()
+        for op in ops:
+            await op
+        assert [await r.read(out) for out in outs] == [9, 9]
+
+
+@pytest.mark.parametrize("writer", ["launch", "fill", "copy", "put", "copy_pinned"])
+async def test_write_after_read(device_label: str, writer: str) -> None:
+    """Whatever writes a buffer waits for what was submitted to read it, on another lane too."""
+    async with rig(device_label, lanes=4) as r:
+        lanes = r.off.lanes
+        word, out, gate = r.word(1), r.word(), r.gate()
+        read = r.launch(hold_read, gate.address, word, out, lane=lanes[0])
+        await until(lambda: gate.started)
+        if writer == "launch":
+            write: ao.Operation[Any] = r.launch(add, word, 1, lane=lanes[1])
+        elif writer == "fill":
+            write = r.off.fill(word, 2, lane=lanes[1])
+        elif writer == "copy":
+            write = r.off.copy(word, await r.off.put(np.array([2], np.uint64)), lane=lanes[1])
+        elif writer == "put":
+            write = r.off.copy(word, np.array([2], np.uint64), lane=lanes[1])
+        else:
+            pinned = await r.off.pinned(1, np.uint64)
+            pinned.array[:] = 2
+            write = r.off.copy(word, pinned, lane=lanes[1])
+        await r.launch(nothing, lane=lanes[2])
+        await turns()
+        assert not write.done()
+        gate.open()
+        await read
+        assert await r.read(out) == 1
+        assert await r.read(word) == 2
+
+
+@pytest.mark.parametrize("reader", ["get", "copy", "launch", "get_pinned"])
+async def test_read_after_write(device_label: str, reader: str) -> None:
+    """Whatever reads a buffer sees what was submitted before to write it, on another lane too."""
+    async with rig(device_label, lanes=4) as r:
+        lanes = r.off.lanes
+        word, other, gate = r.word(1), r.word(), r.gate()
+        r.launch(hold_write, gate.address, word, 5, lane=lanes[0])
+        if reader == "get":
+            read: ao.Operation[Any] = r.off.get(word, lane=lanes[1])
+        elif reader == "get_pinned":
+            read = r.off.get(word, out=await r.off.pinned(1, np.uint64), lane=lanes[1])
+        elif reader == "copy":
+            read = r.off.copy(other, word, lane=lanes[1])
+        else:
+            read = r.launch(combine, other, word, lane=lanes[1])
+        await r.launch(nothing, lane=lanes[2])
+        await turns()
+        assert not read.done()
+        gate.open()
+        value = await read
+        if reader == "get_pinned":
+            value = value.array
+        assert int(value[0] if value is not None else await r.read(other)) == 5
+
+
+async def test_slices_count_as_the_whole(device_label: str) -> None:
+    """A launch on one slice comes after a launch on another slice of the same allocation."""
+    async with rig(device_label, lanes=4) as r:
+        whole, gate = r.off.zeros(2, np.uint64), r.gate()
+        r.launch(hold_write, gate.address, whole[:1], 5, lane=r.off.lanes[0])
+        second = r.launch(add, whole[1:], 1, lane=r.off.lanes[1])
+        await r.launch(nothing, lane=r.off.lanes[2])
+        await turns()
+        assert not second.done()
+        gate.open()
+        assert (await r.off.get(whole)).tolist() == [5, 1]
+
+
+@pytest.mark.parametrize("submitted", ["before", "after"])
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_order_survives_a_writer_that_never_started(device_label: str, how: str, submitted: str) -> None:
+    """When a writer in the middle never starts, those behind it still wait for those before it."""
+    async with rig(device_label, lanes=4) as r:
+        word, gate = r.word(1), r.gate()
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        first = r.launch(hold_write, gate.address, word, 5, lane=r.off.lanes[0])
+        middle = r.launch(add, word, 1000, after=[held])
+
+        def last() -> ao.Operation[None]:
+            return r.launch(scale_add, word, 2, 1, lane=r.off.lanes[1])
+
+        op = last() if submitted == "before" else None
+        if how == "cancelled":
+            middle.cancel()
+        else:
+            held.set_exception(Boom())
+            await until(middle.done)
+            assert isinstance(middle.exception(), ao.DependencyError)
+        op = op or last()
+        await r.launch(nothing, lane=r.off.lanes[1] if op.lane is None else r.off.lanes[2])
+        await turns()
+        assert not op.done()
+        gate.open()
+        await first
+        assert await r.read(word) == 11
+
+
+async def run_program(r: Rig, seed: int, steps: int) -> None:
+    """Submit a random program and compare what is left with NumPy running it in submission order."""
+    choose = random.Random(seed)
+    lanes = [None, *r.off.lanes]
+    model = [np.array([i], np.uint64) for i in range(4)]
+    buffers = [r.word(i) for i in range(4)]
+    gates, reads = [], []
+    for _ in range(steps):
+        lane = choose.choice(lanes)
+        a, b = choose.sample(range(4), 2)
+        kind = choose.choice(("scale", "combine", "fill", "copy", "in", "get", "new", "hold"))
+        if kind == "scale":
+            r.launch(scale_add, buffers[a], 3, b, lane=lane)
+            model[a] = np.array([(int(model[a][0]) * 3 + b) % M64], np.uint64)
+        elif kind == "combine":
+            r.launch(combine, buffers[a], buffers[b], lane=lane)
+            model[a] = np.array([(int(model[a][0]) * 3 + int(model[b][0])) % M64], np.uint64)
+        elif kind == "fill":
+            r.off.fill(buffers[a], b, lane=lane)
+            model[a] = np.array([b], np.uint64)
+        elif kind == "copy":
+            r.off.copy(buffers[a], buffers[b], lane=lane)
+            model[a] = model[b].copy()
+        elif kind == "in":
+            value = np.array([choose.getrandbits(60)], np.uint64)
+            r.off.copy(buffers[a], value, lane=lane)
+            model[a] = value.copy()
+        elif kind == "get":
+            reads.append((r.off.get(buffers[a], lane=lane), model[a].copy()))
+        elif kind == "new":
+            buffers[a] = r.word(b)
+            model[a] = np.array([b], np.uint64)
+        elif len(gates) < 6:
+            gates.append(r.gate())
+            r.launch(hold_write, gates[-1].address, buffers[a], b, lane=lane)
+            model[a] = np.array([b], np.uint64)
+        if gates and choose.random() < 0.1:
+            choose.choice(gates).open()
+    r.open_all()
+    for op, expected in reads:
+        assert (await op).tolist() == expected.tolist()
+    assert [await r.read(buffer) for buffer in buffers] == [int(value[0]) for value in model]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 128])
+async def test_random_programs_match_a_model(device_label: str, depth: int) -> None:
+    """Random mixes of everything, on random lanes with gates in between, end as if run one by one."""
+    async with rig(device_label, lanes=3, lane_depth=depth) as r:
+        for seed in range(12):
+            await run_program(r, seed, 80)
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 60), lanes=st.integers(1, 4), depth=st.integers(1, 4))
+def test_any_program_matches_a_model(seed: int, steps: int, lanes: int, depth: int) -> None:
+    """The same for programs, lane counts and depths that Hypothesis chooses, on the host device."""
+
+    async def main() -> None:
+        async with rig("host", lanes=lanes, lane_depth=depth) as r:
+            await run_program(r, seed, steps)
+
+    asyncio.run(main())
+
+
+async def test_explicit_ordering_orders_nothing_by_itself(device_label: str) -> None:
+    """With ordering="explicit" a launch does not wait for another on its buffer, unless `after` says so."""
+    async with rig(device_label, lanes=3, ordering="explicit") as r:
+        word, gate = r.word(1), r.gate()
+        await r.off.drain()
+        first = r.launch(hold_write, gate.address, word, 5, lane=r.off.lanes[0])
+        await until(lambda: gate.started)
+        await r.launch(add, word, 1, lane=r.off.lanes[1])
+        assert not first.done()
+        third = r.launch(add, word, 1, lane=r.off.lanes[1], after=[first])
+        await r.launch(nothing, lane=r.off.lanes[2])
+        await turns()
+        assert not third.done()
+        gate.open()
+        await third
+        assert await r.read(word) == 6
+
+
+# after=
+
+
+@pytest.mark.all_loops
+async def test_after_operations(device_label: str) -> None:
+    """A launch waits for the operations it comes after, on other lanes and still waiting ones included."""
+    async with rig(device_label, lanes=3, lane_depth=1) as r:
+        gates = [await r.hold(lane) for lane in r.off.lanes[:2]]
+        waiting = r.launch(nothing, lane=r.off.lanes[0])
+        flying = r.off.lanes[1].queue.operations()[0]
+        last = r.launch(nothing, lane=r.off.lanes[2], after=[waiting, flying])
+        await r.launch(nothing, lane=r.off.lanes[2], instant=True)
+        gates[0].open()
+        await waiting
+        await turns()
+        assert not last.done()
+        gates[1].open()
+        await last
+        assert waiting.done()
+
+
+async def test_after_takes_one_operation_and_a_generator(device_label: str) -> None:
+    """`after` is one operation or anything to iterate over."""
+    async with rig(device_label) as r:
+        first = r.launch(nothing)
+        await r.launch(nothing, after=first)  # type: ignore[arg-type]
+        assert first.done()
+        await r.launch(nothing, after=(op for op in [first, first]))
+
+
+@pytest.mark.all_loops
+@pytest.mark.parametrize("kind", ["future", "coroutine", "task"])
+async def test_after_awaitables(device_label: str, kind: str) -> None:
+    """A launch waits on the host for futures, coroutines and tasks."""
+    async with rig(device_label) as r:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def body() -> None:
+            await future
+
+        awaitable = {"future": lambda: future, "coroutine": body, "task": lambda: asyncio.ensure_future(body())}[kind]()
+        op = r.launch(nothing, after=[awaitable])
+        await turns()
+        assert not op.done()
+        assert r.off.stats()["pending"] == 1
+        future.set_result(None)
+        await op
+
+
+@pytest.mark.parametrize("kind", ["exception", "cancelled"])
+async def test_after_an_awaitable_that_fails(device_label: str, kind: str) -> None:
+    """It fails with DependencyError, whose cause is the failure, and never starts."""
+    async with rig(device_label) as r:
+        word = r.word(1)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        op = r.launch(add, word, 1, after=[future])
+        if kind == "exception":
+            future.set_exception(Boom("no"))
+        else:
+            future.cancel()
+        with pytest.raises(ao.DependencyError) as caught:
+            await op
+        assert isinstance(caught.value.__cause__, Boom if kind == "exception" else asyncio.CancelledError)
+        assert await r.read(word) == 1
+
+
+@pytest.mark.parametrize("state", ["done", "held", "in flight"])
+async def test_after_an_operation_that_fails(state: str) -> None:
+    """It fails with DependencyError and never starts, whenever the operation before it fails."""
+    async with rig(lanes=2) as r:
+        await r.off.load(fail, fail_at)
+        word, gate = r.word(1), r.gate()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if state == "in flight":
+            first = r.launch(fail_at, gate.address)
+        else:
+            first = r.launch(fail, after=[future] if state == "held" else ())
+        if state == "done":
+            await until(first.done)
+        op = r.launch(add, word, 1, after=[first])
+        future.set_result(None)
+        gate.open()
+        with pytest.raises(ao.DependencyError) as caught:
+            await op
+        assert caught.value.__cause__ is first.exception()
+        assert await r.read(word) == 1
+
+
+async def test_after_a_cancelled_operation(device_label: str) -> None:
+    """A cancelled operation never happened, so what comes after it fails with DependencyError."""
+    async with rig(device_label, lanes=1, lane_depth=1) as r:
+        await r.hold()
+        waiting = r.launch(nothing)
+        op = r.launch(nothing, after=[waiting])
+        assert waiting.cancel()
+        r.open_all()
+        with pytest.raises(ao.DependencyError) as caught:
+            await op
+        assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+
+
+async def test_failure_runs_down_a_long_chain(device_label: str) -> None:
+    """When the first of a thousand operations, each after the last, is cancelled, all the rest fail."""
+    async with rig(device_label) as r:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        first = op = r.launch(nothing, after=[future])
+        chain = []
+        for _ in range(1000):
+            op = r.launch(nothing, after=[op])
+            chain.append(op)
+        first.cancel()
+        await until(lambda: all(op.done() for op in chain))
+        assert all(isinstance(op.exception(), ao.DependencyError) for op in chain)
+        await r.launch(nothing)
+
+
+async def test_long_chain_is_released_at_once(device_label: str) -> None:
+    """A thousand operations, each after the last, run when what held the first is over."""
+    async with rig(device_label, lane_depth=200) as r:
+        word = r.word()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        op = r.launch(add, word, 1, after=[future])
+        for _ in range(1000):
+            op = r.launch(add, word, 1, after=[op])
+        future.set_result(None)
+        await op
+        assert await r.read(word) == 1001
+
+
+@pytest.mark.parametrize("after", ["number", "list of numbers"])
+async def test_after_something_else_changes_nothing(device_label: str, after: str) -> None:
+    """`after` of the wrong kind raises, and leaves its buffers usable."""
+    async with rig(device_label) as r:
+        word = r.word(1)
+        with pytest.raises((ao.UsageError, TypeError)):
+            r.launch(add, word, 1, after=3 if after == "number" else [3])  # type: ignore[arg-type]
+        async with asyncio.timeout(5):
+            assert await r.read(word) == 1
+            await r.off.drain()
+
+
+async def test_operation_of_another_offload_is_refused(device_label: str) -> None:
+    """An operation of another Offload in `after` raises UsageError."""
+    async with rig(device_label) as r, rig(device_label) as other:
+        op = other.launch(nothing)
+        with pytest.raises(ao.UsageError, match="another Offload"):
+            r.launch(nothing, after=[op])
+        await op
+
+
+# lane=
+
+
+async def test_lane_is_taken(device_label: str) -> None:
+    """A launch goes to the lane it names."""
+    async with rig(device_label, lanes=3) as r:
+        for lane in r.off.lanes:
+            op = r.launch(nothing, lane=lane)
+            assert op.lane is lane
+            await op
+
+
+async def test_spread_over_lanes(device_label: str) -> None:
+    """Launches that share nothing go to the least busy lanes, around a held one."""
+    async with rig(device_label, lanes=4) as r:
+        await r.hold(r.off.lanes[0])
+        ops = [r.launch(nothing) for _ in range(3)]
+        assert sorted(op.lane.index for op in ops) == [1, 2, 3]
+        for op in ops:
+            await op
+
+
+async def test_lane_of_another_offload_is_refused(device_label: str) -> None:
+    """A lane of another Offload raises UsageError, for launches and copies."""
+    async with rig(device_label) as r, rig(device_label) as other:
+        word = r.word()
+        for submit in (
+            lambda: r.launch(nothing, lane=other.off.lanes[0]),
+            lambda: r.off.fill(word, 1, lane=other.off.lanes[0]),
+            lambda: r.off.get(word, lane=other.off.lanes[0]),
+        ):
+            with pytest.raises(ao.UsageError):
+                submit()
+        assert await r.read(word) == 0
+
+
+async def test_something_else_as_lane_is_refused(device_label: str) -> None:
+    """A lane that is none raises UsageError and leaves the Offload usable."""
+    async with rig(device_label) as r:
+        word = r.word()
+        with pytest.raises(ao.UsageError):
+            r.launch(add, word, 1, lane=1)  # type: ignore[arg-type]
+        async with asyncio.timeout(5):
+            assert await r.read(word) == 0
+
+
+# Depth
+
+
+@pytest.mark.parametrize("depth", [1, 7])
+async def test_depth_is_never_exceeded(device_label: str, depth: int) -> None:
+    """Thousands of launches behind a gate: a lane takes `lane_depth` of them, the rest run later, in order."""
+    async with rig(device_label, lanes=2, lane_depth=depth) as r:
+        word, expected = r.word(), 0
+        await r.off.drain()
+        gates = await r.hold_all()
+        seen = 0
+        for i in range(3000):
+            r.launch(scale_add, word, 3, i, lane=r.off.lanes[i % 2 if i % 50 == 0 else 0])
+            expected = (expected * 3 + i) % M64
+            seen = max(seen, *(lane.in_flight for lane in r.off.lanes))
+        assert seen == depth
+        for gate in gates:
+            gate.open()
+        op = r.off.get(word)
+        while not op.done():
+            assert all(lane.in_flight <= depth for lane in r.off.lanes)
+            await asyncio.sleep(0)
+        assert int(op.result()[0]) == expected
+
+
+async def test_queued_on_a_held_lane_keep_their_order(device_label: str) -> None:
+    """Launches without buffers that wait on the host for one lane complete in the order of submission."""
+    async with rig(device_label, lanes=1, lane_depth=2) as r:
+        gate = await r.hold()
+        order: list[int] = []
+        ops = [r.launch(nothing) for _ in range(200)]
+        for i, op in enumerate(ops):
+            op.add_done_callback(lambda _, i=i: order.append(i))
+        gate.open()
+        await r.off.drain()
+        await turns(3)
+        assert order == list(range(200))
+
+
+# max_pending, room, instant
+
+
+async def test_max_pending(device_label: str) -> None:
+    """Beyond `max_pending` a submission raises WouldBlock and submits nothing; room() waits for space."""
+    async with rig(device_label, lanes=1, lane_depth=1, max_pending=3) as r:
+        word = r.word()
+        await r.off.drain()
+        gate = await r.hold()
+        for _ in range(3):
+            r.launch(add, word, 1)
+        for submit in (lambda: r.launch(add, word, 1), lambda: r.off.fill(word, 0), lambda: r.off.get(word)):
+            with pytest.raises(ao.WouldBlock, match="room"):
+                submit()
+        waits = [asyncio.ensure_future(r.off.room()) for _ in range(3)]
+        await turns()
+        assert not any(wait.done() for wait in waits)
+        gate.open()
+        for wait in waits:
+            await wait
+        r.launch(add, word, 1)
+        await r.off.drain()
+        assert await r.read(word) == 4
+
+
+async def test_room_when_what_waits_is_cancelled(device_label: str) -> None:
+    """Cancelling what waits makes room at once, and cancelling a wait for room harms nobody."""
+    async with rig(device_label, lanes=1, lane_depth=1, max_pending=1) as r:
+        await r.hold()
+        waiting = r.launch(nothing)
+        given_up = asyncio.ensure_future(r.off.room())
+        wait = asyncio.ensure_future(r.off.room())
+        await turns(3)
+        given_up.cancel()
+        await turns(3)
+        assert not wait.done()
+        waiting.cancel()
+        await wait
+        op = r.launch(nothing)
+        r.open_all()
+        await op
+
+
+async def test_room_at_once(device_label: str) -> None:
+    """With nothing waiting, room() returns without yielding."""
+    async with rig(device_label) as r:
+        coroutine = r.off.room()
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
+
+
+async def test_instant_goes_where_there_is_room(device_label: str) -> None:
+    """`instant` is an ordinary launch where nothing has to wait, behind work in flight too."""
+    async with rig(device_label, lanes=2) as r:
+        word, gate = r.word(), r.gate()
+        await r.off.drain()
+        r.launch(hold_write, gate.address, word, 1, lane=r.off.lanes[0], instant=True)
+        op = r.launch(add, word, 1, lane=r.off.lanes[1], instant=True)
+        gate.open()
+        await op
+        assert await r.read(word) == 2
+
+
+@pytest.mark.parametrize("reason", ["lane", "lanes", "dependency", "awaitable", "kernel", "maintenance"])
+async def test_instant_would_block(device_label: str, reason: str) -> None:
+    """`instant` raises WouldBlock for every reason to wait on the host, and submits nothing."""
+    async with rig(device_label, lanes=1 if reason == "lanes" else 2, lane_depth=1) as r:
+        word, lanes = r.word(), r.off.lanes
+        await r.off.drain()
+        options: dict[str, Any] = {}
+        fresh = ao.Kernel("nothing", cuda=nothing.cuda_source, host=nothing.host_function)
+        loading: asyncio.Future[None] | None = None
+        if reason != "kernel":
+            await r.hold(lanes[0])
+        if reason == "lane":
+            options["lane"] = lanes[0]
+        elif reason == "dependency":
+            options["after"] = [r.launch(nothing, lane=lanes[0])]
+        elif reason == "awaitable":
+            options["after"] = [asyncio.get_running_loop().create_future()]
+        elif reason == "maintenance":
+            loading = asyncio.ensure_future(r.off.load(fresh))
+            await until(lambda: r.off._engine.board.paused)  # type: ignore[union-attr]
+        before = r.off.stats()
+        with pytest.raises(ao.WouldBlock):
+            if reason == "kernel":
+                r.launch(fresh, instant=True)
+            else:
+                r.launch(add, word, 1, instant=True, **options)
+        assert r.off.stats() == before
+        r.open_all()
+        if loading is not None:
+            await loading
+        async with asyncio.timeout(5):
+            assert await r.read(word) == 0
+
+
+async def test_instant_after_what_is_done(device_label: str) -> None:
+    """A dependency that is done is no reason to refuse an `instant` launch."""
+    async with rig(device_label) as r:
+        first = r.launch(nothing)
+        await first
+        await r.launch(nothing, after=[first], instant=True)
+
+
+# Stopping
+
+
+@pytest.mark.all_loops
+async def test_cancel_in_every_state(device_label: str) -> None:
+    """cancel() ends what is held or queued with CancelledError, and leaves what is on the device alone."""
+    async with rig(device_label, lanes=1, lane_depth=1) as r:
+        word = r.word(1)
+        await r.off.drain()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await r.hold()
+        flying = r.holds[0]
+        queued, held = r.launch(add, word, 1), r.launch(add, word, 1, after=[future])
+        assert flying.cancel()
+        assert queued.cancel()
+        assert held.cancel()
+        for op in (queued, held):
+            assert op.done()
+            assert op.cancelled()
+            assert not op.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await op
+        assert not flying.done()
+        r.open_all()
+        await flying
+        assert not flying.cancelled()
+        assert not flying.cancel()
+        future.set_result(None)
+        assert await r.read(word) == 1
+
+
+async def test_lane_goes_on_after_all_that_waited_was_cancelled(device_label: str) -> None:
+    """When everything that waited for a lane is cancelled, later submissions run as if it had never been."""
+    async with rig(device_label, lanes=1, lane_depth=1) as r:
+        word = r.word(1)
+        await r.off.drain()
+        await r.hold()
+        for _ in range(3):
+            r.launch(nothing).cancel()
+        r.open_all()
+        await r.holds[0]
+        async with asyncio.timeout(5):
+            await r.launch(add, word, 1)
+            assert await r.read(word) == 2
+        assert not r.off.lanes[0].waiting
+
+
+async def test_cancelling_thousands_is_quick(device_label: str) -> None:
+    """Cancelling what waits frees it at once, and the count of what waits is right."""
+    async with rig(device_label, lanes=1, lane_depth=1) as r:
+        await r.hold()
+        ops = [r.launch(nothing) for _ in range(10_000)]
+        for op in ops[::2]:
+            op.cancel()
+        assert r.off.stats()["pending"] == 5000
+        r.open_all()
+        await r.off.drain()
+        assert [op.cancelled() for op in ops[:4]] == [True, False, True, False]
+        assert r.off.stats()["pending"] == 0
+
+
+async def test_timeout_of_what_waits(device_label: str) -> None:
+    """`timeout_s` ends what still waits on the host with OffloadTimeout, a TimeoutError."""
+    async with rig(device_label, lanes=1, lane_depth=1) as r:
+        word = r.word(1)
+        await r.off.drain()
+        await r.hold()
+        op = r.launch(add, word, 1, timeout_s=0.01)
+        with pytest.raises(TimeoutError) as caught:
+            await op
+        assert isinstance(caught.value, ao.OffloadTimeout)
+        r.open_all()
+        assert await r.read(word) == 1
+
+
+async def test_timeout_that_is_not_reached(device_label: str) -> None:
+    """A launch that is done in time completes, and its timer is gone."""
+    async with rig(device_label) as r:
+        await r.launch(nothing, timeout_s=60.0)
+        await r.launch(nothing, timeout_s=0)
+
+
+async def test_negative_timeout_changes_nothing(device_label: str) -> None:
+    """A negative `timeout_s` raises UsageError and leaves its buffers usable."""
+    async with rig(device_label) as r:
+        word = r.word(1)
+        with pytest.raises(ao.UsageError, match="timeout_s"):
+            r.launch(add, word, 1, timeout_s=-1)
+        async with asyncio.timeout(5):
+            assert await r.read(word) == 1
+
+
+async def test_host_kernel_that_raises_is_its_own_failure() -> None:
+    """LaunchError with the exception as cause; the lane and all others go on."""
+    async with rig(lanes=2) as r:
+        word = r.word(1)
+        ops = [r.launch(fail, lane=lane) for lane in r.off.lanes]
+        r.launch(add, word, 1)
+        assert await r.read(word) == 2
+        for op in ops:
+            with pytest.raises(ao.LaunchError) as caught:
+                await op
+            assert isinstance(caught.value.__cause__, Boom)
+
+
+async def test_refused_by_the_driver() -> None:
+    """A launch that the driver refuses fails alone, and gives its buffers free."""
+    device = SpyDevice()
+    async with rig(device, lanes=2) as r:
+        word = r.word(1)
+        await r.off.drain()
+        device.failures["enqueue_kernel"] = ao.LaunchError("too many registers")
+        ops = [r.launch(nothing), r.launch(add, word, 1), r.launch(nothing, lane=r.off.lanes[0])]
+        device.failures.clear()
+        for op in ops:
+            with pytest.raises(ao.LaunchError, match="registers"):
+                await op
+        r.launch(add, word, 1)
+        assert await r.read(word) == 2
+
+
+async def test_finished_operations_are_let_go(device_label: str) -> None:
+    """An operation keeps none of those before it, however long the chain on a buffer."""
+    async with rig(device_label) as r:
+        big = r.off.empty(300_000, np.uint8)
+        source = np.zeros(300_000, np.uint8)
+        word = r.word()
+        first = [weakref.ref(r.off.copy(big, source)), weakref.ref(r.launch(add, word, 1))]
+        for _ in range(3):
+            await r.off.copy(big, source)
+            await r.launch(add, word, 1)
+        gc.collect()
+        assert [ref() for ref in first] == [None, None]
