@@ -483,7 +483,7 @@ class Offload:
         """Return counters since it was opened.
 
         Keys: ``device``, ``submitted``, ``completed``, ``in_flight``, ``pending`` (waiting on the
-        host), ``wakes`` (completions found by looking; wake-ups by timer and by monitor),
+        host), ``wakes`` (by ``timer`` and by ``monitor``; all else was found by looking),
         ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes``,
         ``fallback`` (why completions use events, empty if they do not).
         """

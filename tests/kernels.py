@@ -262,7 +262,7 @@ async def rig(device: Any = "host", *, load: bool = True, bury: bool = False, **
         if bury:
             await made.bury()
         else:
-            await off.aclose(10)
+            await off.aclose(5)
 
 
 # Devices that fail

@@ -140,6 +140,9 @@ class Board:
     def pushed(self) -> int: ...
     @property
     def completed(self) -> int: ...
+    @property
+    def progress_ns(self) -> int:
+        """When something was last pushed or arrived, on the clock of now_ns."""
     pending: int
     """Operations waiting on the host."""
     paused: int

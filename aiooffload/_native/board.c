@@ -22,6 +22,7 @@ void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
     self->issued++;
     self->board->in_flight++;
     self->board->pushed++;
+    self->board->progress_ns = started_ns;
     op->sequence = self->issued;
     Py_XSETREF(op->queue, Py_NewRef(self));
 }
@@ -175,6 +176,7 @@ static Py_ssize_t collect(AoBoard *board, AoOperation **out) {
         if (lane->in_flight) count += collect_lane(board, lane, out + count, BATCH - count, now);
     }
     board->looked_ns = now;
+    if (count) board->progress_ns = now;
     return count;
 }
 
@@ -346,6 +348,7 @@ static PyMemberDef board_members[] = {
     {"in_flight", T_PYSSIZET, offsetof(AoBoard, in_flight), READONLY, NULL},
     {"pushed", T_ULONGLONG, offsetof(AoBoard, pushed), READONLY, NULL},
     {"completed", T_ULONGLONG, offsetof(AoBoard, completed), READONLY, NULL},
+    {"progress_ns", T_LONGLONG, offsetof(AoBoard, progress_ns), READONLY, NULL},
     {"pending", T_PYSSIZET, offsetof(AoBoard, pending), 0, NULL},
     {"paused", T_PYSSIZET, offsetof(AoBoard, paused), 0, NULL},
     {"watched", T_BOOL, offsetof(AoBoard, watched), 0, NULL},

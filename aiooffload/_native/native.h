@@ -110,6 +110,7 @@ typedef struct AoBoard {
     PyObject *lanes;          /* list of AoQueue, grows only */
     Py_ssize_t in_flight;     /* sum over the lanes */
     Py_ssize_t rotate;        /* where pick() starts looking */
+    int64_t progress_ns;      /* when something was last pushed or arrived */
     int64_t looked_ns;        /* when poll() last looked: what arrived since has an inexact end */
     unsigned long long pushed, completed; /* ever */
     Py_ssize_t pending;       /* operations on the host that could not go yet: later ones queue behind */

@@ -99,7 +99,7 @@ class Completion:
     policy
         When to look and when to sleep.
     on_progress
-        Called after a look that finished something.
+        Called after a look that finished something, if something is pending or ``attention`` is set.
     on_flight
         Called in every turn that leaves something in flight.
     on_lost
@@ -134,74 +134,80 @@ class Completion:
         self.armed = False
         self._disarmed: asyncio.Future[None] | None = None
         self._timer_ns = 0
-        self._progress_ns = 0
         self._closed = False
-        self.wakes = {"look": 0, "timer": 0, "monitor": 0}
+        # Whether on_progress has something to do besides sending what is pending.
+        self.attention = False
+        self.wakes = {"timer": 0, "monitor": 0}
         self.armings = 0
         loop.add_reader(self._eventfd, self._on_bell)
         loop.add_reader(self._timer.fileno(), self._on_timer)
 
     def notice(self) -> None:
-        """Something was enqueued: look again soon. Called after every push."""
+        """Something was enqueued while nobody looks: look soon. Called after a push."""
         if not self._board.watched:
             self._board.watched = True
-            self._progress_ns = now_ns()
             self._loop.call_soon(self._turn)
 
-    def look(self, spin_ns: int = 0) -> int:
+    def look(self) -> int:
         """Finish what has arrived and return how many; makes no driver call but for event marks."""
         if self.marks is not None:
             self.marks.look()
-            spin_ns = 0
-        return self._board.poll(spin_ns)
+        return self._board.poll()
 
     def _turn(self) -> None:
         """Look once, then decide how to find the next completion."""
-        self._board.watched = False
+        board = self._board
+        board.watched = False
         if self._closed:
             return
+        if self.marks is not None:
+            self._store_marks()
+        if board.poll(self._spin_ns):
+            # Whoever was woken runs in the loop's next turn: decide after that, not before.
+            if board.pending or self.attention:
+                self._on_progress()
+            if board.in_flight:
+                self.notice()
+            elif self._timer_ns:
+                self._set_timer(0)
+        elif not self._closed:
+            self._decide()
+
+    def _store_marks(self) -> None:
+        assert self.marks is not None
         try:
-            self._look_and_decide()
+            self.marks.look()
         except DeviceLostError as error:
             self._on_lost(error)
 
-    def _look_and_decide(self) -> None:
+    def _decide(self) -> None:
+        """Nothing has arrived: how to find the next completion."""
         board = self._board
-        arrived = self.look(self._spin_ns)
-        if arrived:
-            # Whoever was woken runs in the loop's next turn: decide after that, not before.
-            self._progress_ns = now_ns()
-            self.wakes["look"] += arrived
-            self._on_progress()
-            if board.in_flight:
-                self._look_again()
-            elif self._timer_ns:
-                self._set_timer(0)
-            return
         if board.in_flight:
             self._on_flight()
-        decision = self.policy.decide(now_ns(), board.in_flight, self._progress_ns, board.due_ns())
+        decision = self.policy.decide(now_ns(), board.in_flight, board.progress_ns, board.due_ns())
         if decision.wake is Wake.LOOK:
-            self._look_again()
-            return
-        if decision.wake is Wake.SLEEP:
+            self.notice()
+        elif decision.wake is Wake.SLEEP:
             if decision.monitor and not self.armed and self._arm():
-                self._look_again()
-                return
-            if decision.timer_ns:
+                self.notice()
+            elif decision.timer_ns:
                 self._set_timer(decision.timer_ns)
         elif self._timer_ns:
             self._set_timer(0)
 
-    def _look_again(self) -> None:
-        if not self._board.watched:
-            self._board.watched = True
-            self._loop.call_soon(self._turn)
-
     def _arm(self) -> bool:
         """Arm the monitor; True if something arrived meanwhile, and it was not armed."""
+        try:
+            return self.arm()
+        except DeviceLostError as error:
+            self._on_lost(error)
+            return False
+
+    def arm(self) -> bool:
+        """The host's side of the protocol; True if something arrived meanwhile, and it was not armed."""
         self._bell.store(0)
-        if self.look():
+        if self._board.poll():
             self._on_progress()
             return True
         self._monitor.enqueue_wait(self._bell, 1)
@@ -209,10 +215,6 @@ class Completion:
         self.armed = True
         self.armings += 1
         return False
-
-    def arm(self) -> None:
-        """Arm whatever is in flight, for the self-test at start."""
-        self._arm()
 
     def cancel_monitor(self) -> None:
         """Release an armed wait from the host; its wake still arrives."""

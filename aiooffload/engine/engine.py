@@ -356,6 +356,7 @@ class Engine:
             for call in calls:
                 call()
         self._check_drained()
+        self.completion.attention = bool(self._idle_calls or self._drains)
 
     def _on_flight(self) -> None:
         self.watchdog.notice()
@@ -377,6 +378,7 @@ class Engine:
         while not self.quiet:
             future = self.loop.create_future()
             self._drains.append(future)
+            self.completion.attention = True
             await future
 
     def _warn_stall(self, seconds: float) -> None:
@@ -409,6 +411,7 @@ class Engine:
         self.progress()
         if self.board.in_flight:
             self._idle_calls.append(idle)
+            self.completion.attention = True
         else:
             idle()
 
