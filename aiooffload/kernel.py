@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, get_args, get_origin, overload
@@ -12,6 +11,7 @@ import numpy as np
 
 from aiooffload.buffer import Buffer
 from aiooffload.errors import UsageError
+from aiooffload.scalars import scalar
 from aiooffload.types import Access
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ Out = Annotated[np.ndarray[Any, np.dtype[_T]], Access.WRITE]
 InOut = Annotated[np.ndarray[Any, np.dtype[_T]], Access.READ_WRITE]
 """``ao.InOut[np.float32]``: an array that the kernel reads and writes."""
 
-# What a narrower float can hold: beyond it NumPy warns and gives infinity.
-_LARGEST: Final = {np.dtype(kind).str: float(np.finfo(kind).max) for kind in (np.float16, np.float32)}
 _PACKABLE: Final = {"f4": "f", "f8": "d", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
 
 
@@ -60,18 +58,14 @@ class Parameter:
             return self._check_buffer(value)
         if self.access is not None:
             raise UsageError(f"argument {self.name} is an array: pass a Buffer, not {type(value).__name__}")
-        if isinstance(value, np.ndarray) and value.shape == ():
-            value = value[()]
+        if self.dtype is not None:
+            return scalar(value, self.dtype, f"argument {self.name}")
         if isinstance(value, np.generic):
-            if self.dtype is not None and value.dtype != self.dtype:
-                raise UsageError(f"argument {self.name} has dtype {value.dtype}, the kernel takes {self.dtype}")
             return value
-        if self.dtype is None:
-            raise UsageError(
-                f"argument {self.name} is {type(value).__name__}: without an annotation it needs a NumPy type, "
-                f"such as np.float32({value!r})"
-            )
-        return self._convert(value)
+        raise UsageError(
+            f"argument {self.name} is {type(value).__name__}: without an annotation it needs a NumPy type, "
+            f"such as np.float32({value!r})"
+        )
 
     def _check_buffer(self, buffer: Buffer) -> Buffer:
         if self.access is None and self.dtype is not None:
@@ -80,20 +74,6 @@ class Parameter:
             raise UsageError(f"argument {self.name} has dtype {buffer.dtype}, the kernel takes {self.dtype}")
         buffer.check_open()
         return buffer
-
-    def _convert(self, value: Any) -> np.generic:
-        assert self.dtype is not None
-        accepted = {"f": (int, float), "c": (int, float, complex), "b": (bool,), "i": (int,), "u": (int,)}
-        if not isinstance(value, accepted.get(self.dtype.kind, ())):
-            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}")
-        largest = _LARGEST.get(self.dtype.str)
-        if largest is not None and largest < abs(value) < math.inf:
-            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}: out of range")
-        try:
-            scalar: np.generic = self.dtype.type(value)
-        except OverflowError as error:
-            raise UsageError(f"argument {self.name} cannot take {value!r} as {self.dtype}: {error}") from None
-        return scalar
 
 
 class Signature:

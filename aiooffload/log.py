@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["log"]
+__all__ = ["load_log", "log"]
+
+
+def load_log() -> None:
+    """Import structlog now, on a thread that may block."""
+    import structlog  # noqa: F401  (for its side effect alone)
 
 
 class _Log:

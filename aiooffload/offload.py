@@ -18,6 +18,7 @@ from aiooffload.buffer import Buffer, PinnedArray
 from aiooffload.engine.engine import After, Engine
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
+from aiooffload.scalars import scalar
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -281,7 +282,7 @@ class Offload:
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
         """Allocate device memory and submit its clearing; later uses come after it."""
         buffer = self.empty(shape, dtype)
-        self.fill(buffer, buffer.dtype.type(0) if buffer.dtype.kind != "V" else np.zeros((), buffer.dtype)[()])
+        self.fill(buffer, np.zeros((), buffer.dtype)[()])
         return buffer
 
     async def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> PinnedArray:
@@ -383,10 +384,7 @@ class Offload:
         (other widths can be filled with zero bytes only).
         """
         engine = self._check_buffers(buffer)
-        try:
-            pattern = np.array(value, dtype=buffer.dtype).tobytes()
-        except (OverflowError, TypeError, ValueError) as error:
-            raise UsageError(f"{buffer.dtype} cannot hold {value!r}: {error}") from None
+        pattern = scalar(value, buffer.dtype, "the value").tobytes()
         if not any(pattern):
             pattern = b"\0"
         elif len(pattern) not in (1, 2, 4, 8, 16):

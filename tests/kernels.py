@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 import aiooffload as ao
-from aiooffload.drivers import open_device
 from aiooffload.drivers.host import HostDevice
 
-DEADLINE_S = 20.0
+DEADLINE_S = 8.0
+LIMIT_S = 10.0
 
 
 # Kernels, each with an implementation for every device.
@@ -247,16 +247,20 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(device: Any = "host", *, load: bool = True, bury: bool = False, **options: Any) -> AsyncIterator[Rig]:
-    """Open an Offload on a device or its label; opens the gates and closes it at the end."""
-    opened = open_device(device) if isinstance(device, str) else device
-    off = await ao.Offload(**options)._enter(opened)
-    made = Rig(off, opened, await off.pinned(2048, np.uint64))
+async def rig(
+    device: Any = "host", *, load: bool = True, bury: bool = False, limit_s: float = LIMIT_S, **options: Any
+) -> AsyncIterator[Rig]:
+    """Open an Offload on a device or its label, for ``limit_s``; opens the gates and closes it at the end."""
+    async with asyncio.timeout(4 * LIMIT_S):
+        off = await ao.Offload(**options)._enter(device)
+    assert off._engine is not None
+    made = Rig(off, off._engine.device, await off.pinned(2048, np.uint64))
     made.page.array[:] = 0
     try:
         if load:
             await off.load(*KERNELS)
-        yield made
+        async with asyncio.timeout(limit_s):
+            yield made
     finally:
         made.open_all()
         if bury:

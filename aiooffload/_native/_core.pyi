@@ -69,7 +69,7 @@ class Operation:
     def name(self) -> Any: ...
     lane: Any
     deps: Any
-    requires: Any
+    requires: tuple[Operation, ...] | None
     prepared: Any
     steps: Any
     stop: Any

@@ -416,7 +416,10 @@ static void keep_failure(AoOperation *operation) {
  * The references go before the mark: who sees the mark finds nothing of the launch held here, and
  * the operation's last reference is not dropped on this thread. */
 static void run_kernel(HostStream *self, const Command *c) {
-    PyObject *result = PyObject_Call(c->kernel.plan->callable, c->kernel.prepared, NULL);
+    /* What must not start runs nothing: its mark says that it is over, the board why. */
+    PyObject *result = ao_requires_failed(c->kernel.operation)
+                           ? Py_NewRef(Py_None)
+                           : PyObject_Call(c->kernel.plan->callable, c->kernel.prepared, NULL);
     if (result) Py_DECREF(result);
     else keep_failure(c->kernel.operation);
     uint64_t sequence = c->kernel.sequence;

@@ -163,7 +163,7 @@ static PyObject *submit(Launcher *self, PyObject *site, PyObject *prepared, AoQu
 /* launch(kernel, grid, block, args) -> Operation, or None: not for this path, nothing was done. */
 static PyObject *launcher_launch(Launcher *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 4) return PyErr_Format(PyExc_TypeError, "launch(kernel, grid, block, args)");
-    if (!self->ready || self->board->pending || self->board->paused || !PyTuple_CheckExact(args[3])) Py_RETURN_NONE;
+    if (!self->ready || !PyList_GET_SIZE(self->board->lanes) || self->board->pending || self->board->paused || !PyTuple_CheckExact(args[3])) Py_RETURN_NONE;
     PyObject *running = ao_running_loop();
     if (!running) return NULL;
     Py_DECREF(running); /* only its identity matters */

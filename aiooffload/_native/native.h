@@ -86,6 +86,13 @@ typedef struct {
     char looked;              /* somebody saw the failure */
 } AoOperation;
 extern PyTypeObject AoOperation_Type, AoWait_Type;
+/* Whether something that `op` requires has failed: then it does not start, or counts as if it had not. */
+static inline int ao_requires_failed(const AoOperation *op) {
+    if (!op->requires) return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(op->requires); i++)
+        if (((AoOperation *)PyTuple_GET_ITEM(op->requires, i))->failure) return 1;
+    return 0;
+}
 /* Takes no references. Returns 1 if this call finished it, 0 if it was, -1 with an exception set. */
 int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure);
 /* The mark of `op` was seen: arrival or finish. Errors go to sys.unraisablehook. */

@@ -6,7 +6,7 @@
  */
 #include "native.h"
 
-static PyObject *s_set_result, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler;
+static PyObject *s_set_result, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler, *s_fail_dependent;
 static PyObject *get_running_loop, *copy_context, *cancelled_error, *invalid_state;
 
 int ao_operation_module_init(PyObject *module) {
@@ -24,8 +24,9 @@ int ao_operation_module_init(PyObject *module) {
     s_blocking = PyUnicode_InternFromString("_asyncio_future_blocking");
     s_call_soon = PyUnicode_InternFromString("call_soon");
     s_context = PyUnicode_InternFromString("context");
+    s_fail_dependent = PyUnicode_InternFromString("fail_dependent");
     s_handler = PyUnicode_InternFromString("call_exception_handler");
-    return get_running_loop && cancelled_error && invalid_state && copy_context && s_handler ? 0 : -1;
+    return get_running_loop && cancelled_error && invalid_state && copy_context && s_fail_dependent && s_handler ? 0 : -1;
 }
 
 PyObject *ao_running_loop(void) { return PyObject_CallNoArgs(get_running_loop); }
@@ -88,10 +89,11 @@ int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure) {
 
 void ao_operation_arrive(AoOperation *op) {
     if (op->finished) return;
-    if (op->arrival) {
-        PyObject *arrival = Py_NewRef(op->arrival);
-        PyObject *ignored = PyObject_CallOneArg(arrival, (PyObject *)op);
-        Py_DECREF(arrival);
+    int dependency_failed = !op->failure && ao_requires_failed(op);
+    if (op->arrival || dependency_failed) {
+        PyObject *arrival = dependency_failed ? PyObject_GetAttr(op->owner, s_fail_dependent) : Py_NewRef(op->arrival);
+        PyObject *ignored = arrival ? PyObject_CallOneArg(arrival, (PyObject *)op) : NULL;
+        Py_XDECREF(arrival);
         if (ignored) {
             Py_DECREF(ignored);
             return;
@@ -101,7 +103,9 @@ void ao_operation_arrive(AoOperation *op) {
         PyErr_Fetch(&type, &value, &traceback);
         PyErr_NormalizeException(&type, &value, &traceback);
         if (traceback) PyException_SetTraceback(value, traceback);
-        if (ao_operation_finish(op, NULL, value) < 0) PyErr_WriteUnraisable((PyObject *)op);
+        int finished = ao_operation_finish(op, NULL, value);
+        if (finished == 0) PyErr_SetObject(type, value); /* it had finished before it failed: at least say so */
+        if (finished <= 0) PyErr_WriteUnraisable((PyObject *)op);
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);
@@ -286,7 +290,11 @@ static PyObject *wait_iternext(AoWait *self) {
     return NULL;
 }
 
-static PyObject *wait_py_send(AoWait *self, PyObject *Py_UNUSED(value)) { return wait_iternext(self); }
+static PyObject *wait_py_send(AoWait *self, PyObject *Py_UNUSED(value)) {
+    PyObject *result = wait_iternext(self);
+    if (!result && !PyErr_Occurred()) PyErr_SetNone(PyExc_StopIteration); /* a method has to say it */
+    return result;
+}
 
 static PyObject *wait_throw(AoWait *self, PyObject *args) {
     PyObject *type, *value = NULL, *traceback = NULL;
@@ -386,6 +394,23 @@ static int operation_clear(AoOperation *self) {
     return 0;
 }
 
+/* On the loop's thread if it runs: the last reference may go on another one. */
+static PyObject *tell_loop(PyObject *loop, PyObject *report) {
+    PyObject *running = ao_running_loop(), *is_running = PyObject_CallMethod(loop, "is_running", NULL), *done = NULL;
+    if (running && is_running) {
+        if (running == loop || is_running != Py_True) {
+            done = PyObject_CallMethodOneArg(loop, s_handler, report);
+        } else {
+            PyObject *handler = PyObject_GetAttr(loop, s_handler);
+            done = handler ? PyObject_CallMethod(loop, "call_soon_threadsafe", "OO", handler, report) : NULL;
+            Py_XDECREF(handler);
+        }
+    }
+    Py_XDECREF(running);
+    Py_XDECREF(is_running);
+    return done;
+}
+
 /* A failure that nobody looked at is told to the loop once, as a task's would be. */
 static void operation_finalize(AoOperation *self) {
     if (!self->finished || !self->failure || self->looked) return;
@@ -394,7 +419,7 @@ static void operation_finalize(AoOperation *self) {
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *report = Py_BuildValue("{s:s,s:O,s:O}", "message", "the failure of an offload operation was never retrieved",
                                      "exception", self->failure, "operation", (PyObject *)self);
-    PyObject *ignored = report ? PyObject_CallMethodOneArg(self->loop, s_handler, report) : NULL;
+    PyObject *ignored = report ? tell_loop(self->loop, report) : NULL;
     if (!ignored) PyErr_WriteUnraisable((PyObject *)self);
     Py_XDECREF(ignored);
     Py_XDECREF(report);
@@ -427,16 +452,12 @@ static PyMethodDef operation_methods[] = {
 };
 static PyMemberDef operation_members[] = {
     {"loop", T_OBJECT, offsetof(AoOperation, loop), READONLY, NULL},
-    {"plan", T_OBJECT, offsetof(AoOperation, plan), 0, NULL},
     {"keep", T_OBJECT, offsetof(AoOperation, keep), 0, NULL},
-    {"arrival", T_OBJECT, offsetof(AoOperation, arrival), 0, NULL},
-    {"failure", T_OBJECT, offsetof(AoOperation, failure), 0, NULL},
     {"queue", T_OBJECT, offsetof(AoOperation, queue), READONLY, NULL},
     {"name", T_OBJECT, offsetof(AoOperation, name), READONLY, NULL},
     {"owner", T_OBJECT, offsetof(AoOperation, owner), READONLY, NULL},
     {"lane", T_OBJECT, offsetof(AoOperation, lane), 0, NULL},
     {"deps", T_OBJECT, offsetof(AoOperation, deps), 0, NULL},
-    {"requires", T_OBJECT, offsetof(AoOperation, requires), 0, NULL},
     {"prepared", T_OBJECT, offsetof(AoOperation, prepared), 0, NULL},
     {"steps", T_OBJECT, offsetof(AoOperation, steps), 0, NULL},
     {"stop", T_OBJECT, offsetof(AoOperation, stop), 0, NULL},
@@ -448,7 +469,47 @@ static PyMemberDef operation_members[] = {
     {"finished_ns", T_LONGLONG, offsetof(AoOperation, finished_ns), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
+/* Members that this extension uses as what they are: None is stored as NULL, anything else is checked. */
+static PyObject *get_member(PyObject **member) { return Py_NewRef(*member ? *member : Py_None); }
+
+static int set_member(PyObject **member, PyObject *value, int is_right, const char *what) {
+    if (!value || (value != Py_None && !is_right)) {
+        PyErr_Format(PyExc_TypeError, "%s or None", what);
+        return -1;
+    }
+    Py_XSETREF(*member, value == Py_None ? NULL : Py_NewRef(value));
+    return 0;
+}
+
+static PyObject *get_plan(AoOperation *self, void *Py_UNUSED(c)) { return get_member(&self->plan); }
+static int set_plan(AoOperation *self, PyObject *value, void *Py_UNUSED(c)) {
+    return set_member(&self->plan, value, value && PyObject_TypeCheck(value, &AoPlan_Type), "plan is a LaunchPlan");
+}
+static PyObject *get_arrival(AoOperation *self, void *Py_UNUSED(c)) { return get_member(&self->arrival); }
+static int set_arrival(AoOperation *self, PyObject *value, void *Py_UNUSED(c)) {
+    return set_member(&self->arrival, value, value && PyCallable_Check(value), "arrival is callable");
+}
+static PyObject *get_failure(AoOperation *self, void *Py_UNUSED(c)) { return get_member(&self->failure); }
+static int set_failure(AoOperation *self, PyObject *value, void *Py_UNUSED(c)) {
+    if (self->finished) {
+        PyErr_SetString(PyExc_RuntimeError, "the outcome of a finished operation is final");
+        return -1;
+    }
+    return set_member(&self->failure, value, value && PyExceptionInstance_Check(value), "failure is an exception");
+}
+static PyObject *get_requires(AoOperation *self, void *Py_UNUSED(c)) { return get_member(&self->requires); }
+static int set_requires(AoOperation *self, PyObject *value, void *Py_UNUSED(c)) {
+    int is_right = value && PyTuple_CheckExact(value);
+    for (Py_ssize_t i = 0; is_right && i < PyTuple_GET_SIZE(value); i++)
+        is_right = PyObject_TypeCheck(PyTuple_GET_ITEM(value, i), &AoOperation_Type);
+    return set_member(&self->requires, value, is_right, "requires is a tuple of Operations");
+}
+
 static PyGetSetDef operation_getset[] = {
+    {"plan", (getter)get_plan, (setter)set_plan, NULL, NULL},
+    {"arrival", (getter)get_arrival, (setter)set_arrival, NULL, NULL},
+    {"failure", (getter)get_failure, (setter)set_failure, NULL, NULL},
+    {"requires", (getter)get_requires, (setter)set_requires, NULL, NULL},
     {"finished", (getter)operation_finished, NULL, NULL, NULL},
     {"looked", (getter)operation_looked, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},

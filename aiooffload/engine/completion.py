@@ -223,10 +223,13 @@ class Completion:
     async def disarmed(self) -> None:
         """Wait until the wake of an armed wait was seen."""
         while self.armed:
-            self._disarmed = self._loop.create_future()
+            if self._disarmed is None or self._disarmed.done():
+                self._disarmed = self._loop.create_future()
             await self._disarmed
 
     def _set_timer(self, when_ns: int) -> None:
+        if self._closed:  # the device was lost a moment ago
+            return
         self._timer_ns = when_ns
         if when_ns:
             self._timer.set_at(when_ns)

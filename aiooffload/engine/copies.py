@@ -31,6 +31,9 @@ INLINE_NBYTES: Final = 256 * 1024
 PIECE_NBYTES: Final = 2 * 1024 * 1024
 SMALL_BLOCKS: Final = 64
 LARGE_BLOCKS: Final = 8
+MOST_LARGE_BLOCKS: Final = 128
+PIECES_IN_FLIGHT: Final = 4
+"""Of one copy: enough to keep the bus busy, few enough to leave blocks for others."""
 
 Bytes = NDArray[np.uint8]
 
@@ -54,13 +57,37 @@ class Staging:
         Registered memory to cut up.
     nbytes
         Size of a block.
+    most
+        How many blocks there may be; more are registered when all are out.
+    grow
+        Starts registering more and hands the memory to :meth:`add`.
     """
 
-    def __init__(self, memory: RegisteredMemory, nbytes: int) -> None:
-        offsets = range(0, memory.nbytes - nbytes + 1, nbytes)
+    def __init__(
+        self, memory: RegisteredMemory, nbytes: int, most: int = 0, grow: Callable[[], object] | None = None
+    ) -> None:
+        self._nbytes = nbytes
+        self._most = most
+        self._grow = grow
+        self._growing = False
+        self._count = 0
         # A block is here, or with exactly one copy whose mark has not arrived.
-        self._free = [StagingBlock(memory, offset, nbytes) for offset in offsets]
+        self._free: list[StagingBlock] = []
         self._waiters: deque[asyncio.Future[Lease[StagingBlock]]] = deque()
+        self.add(memory)
+
+    def add(self, memory: RegisteredMemory) -> None:
+        """Cut up more memory."""
+        self._growing = False
+        for offset in range(0, memory.nbytes - self._nbytes + 1, self._nbytes):
+            self._count += 1
+            self._give_back(StagingBlock(memory, offset, self._nbytes))
+        self._grow_if_wanted()
+
+    def _grow_if_wanted(self) -> None:
+        if self._waiters and self._grow is not None and not self._growing and self._count < self._most:
+            self._growing = True
+            self._grow()
 
     def take_now(self) -> Lease[StagingBlock] | None:
         """Return a free block, or None. It comes back when the last holder of its lease lets go."""
@@ -73,6 +100,7 @@ class Staging:
             return lease
         future: asyncio.Future[Lease[StagingBlock]] = asyncio.get_running_loop().create_future()
         self._waiters.append(future)
+        self._grow_if_wanted()
         return await future
 
     def _give_back(self, block: StagingBlock) -> None:
@@ -187,7 +215,7 @@ class Copies:
         except Exception as error:
             self._lanes.finish_streamed(operation, error)
         except asyncio.CancelledError as error:
-            self._lanes.finish_streamed(operation, error)
+            self._lanes.finish_streamed(operation, self._lanes.dead or error)
             raise
 
     def _pieces(self, nbytes: int) -> list[slice]:
@@ -199,6 +227,7 @@ class Copies:
         """Submit one piece on the lane of ``parent``; the block comes back when its mark has arrived."""
         piece: Operation[None] = Operation(parent.loop, self._owner, f"piece of {parent.name}")
         piece.keep = (parent.keep, lease)
+        piece.add_done_callback(Operation.look)  # its failure is the copy's, told there
         self._direct(piece, target, source, nbytes)
         self._lanes.place(piece, parent.lane)
         return piece
@@ -207,6 +236,8 @@ class Copies:
         pieces: list[Operation[None]] = []
         try:
             for part in self._pieces(source.nbytes):
+                if len(pieces) >= PIECES_IN_FLIGHT:
+                    await pieces[-PIECES_IN_FLIGHT]
                 lease = await self._large.take()
                 await self._offload(np.copyto, lease.block.array[: part.stop - part.start], source[part])
                 if operation.stop is not None:
@@ -223,6 +254,8 @@ class Copies:
         moves: list[asyncio.Task[None]] = []
         try:
             for part in self._pieces(target.nbytes):
+                if len(moves) >= PIECES_IN_FLIGHT:
+                    await moves[-PIECES_IN_FLIGHT]
                 lease = await self._large.take()
                 if operation.stop is not None:
                     break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiooffload._native import Board, Launcher
@@ -17,28 +18,22 @@ from aiooffload.engine.completion import Completion, EventMarks
 from aiooffload.engine.copies import (
     INLINE_NBYTES,
     LARGE_BLOCKS,
+    MOST_LARGE_BLOCKS,
     PIECE_NBYTES,
     SMALL_BLOCKS,
     Copies,
     Staging,
 )
-from aiooffload.engine.health import Watchdog, loss, suspects
-from aiooffload.engine.lanes import Lane, Lanes
+from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
+from aiooffload.engine.lanes import Lane, Lanes, dependency_error, dependency_failure
 from aiooffload.engine.launches import Geometry, Kernels, buffers
 from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.memory import Memory
 from aiooffload.engine.selftest import selftest
-from aiooffload.errors import (
-    ClosedError,
-    DependencyError,
-    DeviceLostError,
-    OffloadError,
-    OffloadTimeout,
-    UsageError,
-    WouldBlock,
-)
-from aiooffload.log import log
+from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, OffloadTimeout, UsageError, WouldBlock
+from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
+from aiooffload.rules.ordering import unfinished
 from aiooffload.rules.wake import WakeMode, WakePolicy
 
 if TYPE_CHECKING:
@@ -110,7 +105,7 @@ class Engine:
             self.loop,
             lambda: self.board.in_flight,
             lambda: self.board.completed,
-            self.progress,
+            self._look,
             lambda: device.check(self.lanes.lanes[0].stream),
             self.lose,
             self._warn_stall,
@@ -124,8 +119,12 @@ class Engine:
         self.completion = Completion(
             self.loop, self.board, bell, self._monitor, policy, self._on_progress, self._on_flight, self.lose
         )
-        lanes = [self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth) for i in range(count)]
-        self.lanes = Lanes(self.board, lanes, self.completion, max_pending, self.lose)
+        try:
+            lanes = [self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth) for i in range(count)]
+        except BaseException:
+            self.completion.stop(lost=False)
+            raise
+        self.lanes = Lanes(self.board, lanes, self.completion, max_pending, self.lose, self._check_drained)
 
     def _make_lane(self, index: int, slot: Word, bell: Word, depth: int) -> Lane:
         stream = self.device.create_stream()
@@ -139,16 +138,23 @@ class Engine:
     @classmethod
     async def open(cls, device: Device | str, **options: Any) -> Engine:
         """Open the device if it is a label, on a worker thread, make its engine and run the self-test."""
-        if loss.error is not None and device != "host":
+        faults = device != "host" if isinstance(device, str) else device.properties.process_wide_faults
+        if loss.error is not None and faults:
             raise loss.error
         executor = ThreadPoolExecutor(2, thread_name_prefix="aiooffload-worker")
         try:
+            await asyncio.get_running_loop().run_in_executor(executor, load_log)
             if isinstance(device, str):
                 device = await asyncio.get_running_loop().run_in_executor(executor, open_device, device)
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
             raise
-        engine = cls(device, executor, **options)
+        try:
+            engine = cls(device, executor, **options)
+        except BaseException:
+            await asyncio.get_running_loop().run_in_executor(executor, device.close)
+            executor.shutdown(wait=False)
+            raise
         barrier.join(engine)
         loss.join(engine)
         try:
@@ -162,9 +168,8 @@ class Engine:
         """Allocate staging, then find out how completions can be seen on this device."""
         small = await self.offload(self.memory.register, SMALL_BLOCKS * INLINE_NBYTES)
         large = await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES)
-        self.copies = Copies(
-            self.lanes, Staging(small, INLINE_NBYTES), Staging(large, PIECE_NBYTES), self.offload, self._spawn, self
-        )
+        staging = Staging(large, PIECE_NBYTES, MOST_LARGE_BLOCKS, lambda: self._spawn(self._grow(staging)))
+        self.copies = Copies(self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self)
         if not self.device.properties.memory_operations:
             self._fall_back("its streams cannot write or wait for words")
             return
@@ -173,6 +178,9 @@ class Engine:
         if reason:
             self._fall_back(reason)
         self.launcher.ready = not reason
+
+    async def _grow(self, staging: Staging) -> None:
+        staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
 
     def _fall_back(self, reason: str) -> None:
         self.fallback = reason
@@ -248,7 +256,7 @@ class Engine:
                 load.result()
                 site = self.kernels.site(kernel, geometry)
                 operation.plan, operation.prepared = site.plan, site.prepare(args)
-            except (OffloadError, asyncio.CancelledError) as error:
+            except (Exception, asyncio.CancelledError) as error:  # whatever it was, the launch ends with it
                 self.lanes.stop(operation, error)
             else:
                 self.lanes.release(operation)
@@ -273,10 +281,13 @@ class Engine:
         """
         if self.refusal is not None:
             raise self.refusal()
+        if timeout_s is not None and timeout_s < 0:
+            raise UsageError(f"timeout_s is at least 0, not {timeout_s}")
+        self.lanes.check_lane(lane)
         deps = [dep for buffer, writes in uses for dep in buffer.allocation.history.conflicts(writes)]
         deps = deps if self.program_order else []
         requires, awaited = self._sort_after(after)
-        deps += [dep for dep in requires if not dep.finished]
+        deps += unfinished(requires)
         if instant and awaited:
             raise WouldBlock("it comes after something that only the host can wait for")
         self.lanes.check_room(instant, deps, lane)
@@ -298,6 +309,8 @@ class Engine:
         awaitables: list[Awaitable[Any]] = []
         for item in (after,) if isinstance(after, Operation) else after:
             if not isinstance(item, Operation):
+                if not isawaitable(item):
+                    raise UsageError(f"after takes operations and awaitables, not {item!r}")
                 awaitables.append(item)
             elif item.owner is not self:
                 raise UsageError(f"{item!r} in after= belongs to another Offload")
@@ -314,29 +327,34 @@ class Engine:
             if cause is None:
                 self.lanes.release(operation)
                 return
-            error = DependencyError(f"an awaitable that {operation.name} came after failed: {cause!r}")
-            error.__cause__ = cause
-            self.lanes.stop(operation, error)
+            self.lanes.stop(operation, dependency_error(f"an awaitable that {operation.name} came after", cause))
 
         future.add_done_callback(over)
 
     def _expire_after(self, operation: Operation[Any], timeout_s: float) -> None:
-        if timeout_s < 0:
-            raise UsageError(f"timeout_s is at least 0, not {timeout_s}")
         handle = self.loop.call_later(
             timeout_s, lambda: self.cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
         )
         operation.add_done_callback(lambda _: handle.cancel())
 
+    def fail_dependent(self, operation: Operation[Any]) -> None:
+        """The mark of ``operation`` arrived, and something it came after has failed meanwhile."""
+        operation.finish(failure=dependency_failure(operation))
+
     def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
         """End ``operation`` with ``failure`` if it is still on the host."""
         self.lanes.stop(operation, failure)
-        self._check_drained()
 
     # -- progress --------------------------------------------------------------------------
 
     def progress(self) -> int:
-        """Look at the device once; returns how many operations finished."""
+        """Look at the device once; returns how many operations finished. For programs that poll."""
+        arrived = self._look()
+        if not arrived and self.lost is None:
+            self.watchdog.ask_if_due()
+        return arrived
+
+    def _look(self) -> int:
         if self.lost is not None:
             return 0
         try:
@@ -397,7 +415,13 @@ class Engine:
 
     async def maintain(self, call: Callable[[], _T]) -> _T:
         """Run a call that waits for everything in flight, behind the barrier."""
-        return await barrier.run(call, self._executor)
+
+        def unless_lost() -> _T:
+            if self.lost is not None:
+                raise self.lost
+            return call()
+
+        return await barrier.run(unless_lost, self._executor)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(coroutine)
@@ -408,7 +432,7 @@ class Engine:
     def pause(self, idle: Callable[[], None]) -> None:
         """Maintenance begins: see ``maintenance.Participant``."""
         self.board.paused += 1
-        self.progress()
+        self._look()
         if self.board.in_flight:
             self._idle_calls.append(idle)
             self.completion.attention = True
@@ -429,10 +453,9 @@ class Engine:
             return
         abandoned = self.board.abandon()
         names = suspects(abandoned) or error.suspects
-        note = self.device.health_note()
-        text = f"{error}; not finished, oldest first per lane: {', '.join(names[:16]) or 'nothing of this Offload'}"
+        label = self.device.properties.label
         self.lost = lost = DeviceLostError(
-            f"{text}. {note}" if note else text,
+            loss_text(label, error, first_of_each_lane(abandoned), self.device.health_note()),
             suspects=names,
             operation=error.operation,
             status=error.status,
@@ -443,7 +466,7 @@ class Engine:
         if self.device.properties.process_wide_faults:
             loss.latch(lost, self)
         self._stop_everything(abandoned, lost)
-        log.error("device lost", device=self.device.properties.label, status=error.status, suspects=list(names[:16]))
+        log.error("device lost", device=label, status=error.status, suspects=first_of_each_lane(abandoned))
 
     def _stop_everything(self, abandoned: list[Any], failure: BaseException) -> None:
         self.launcher.ready = False
@@ -453,11 +476,18 @@ class Engine:
         for operation in abandoned:
             operation.finish(failure=failure)
         self.lanes.abandon(failure)
+        self._cancel_tasks()
         calls, self._idle_calls = self._idle_calls, []
         for call in calls:
             call()
         barrier.leave(self)
         self._check_drained()
+
+    def _cancel_tasks(self) -> None:
+        """What copies piece by piece has nowhere to send the next piece, and nothing is loaded any more."""
+        self.kernels.cancel_loading()
+        for task in self._tasks:
+            task.cancel()
 
     def terminate(self) -> None:
         """Close at once: fail what is not done, free nothing that the device may still use. Idempotent."""
@@ -478,8 +508,8 @@ class Engine:
     async def _close(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self.kernels.finish_loading()
                 await self.drain()
+                await self.kernels.finish_loading()
                 if self.lost is None:
                     await self._release()
         except TimeoutError:
@@ -491,7 +521,8 @@ class Engine:
         """Everything is done: take the monitor off the device and give the rest back."""
         self.watchdog.stop()
         self.completion.cancel_monitor()
-        await self.completion.disarmed()
+        if not self.fallback:  # then nobody armed it, or its wake was seen not to arrive
+            await self.completion.disarmed()
         self.completion.stop(lost=False)
         for lane in self.lanes.lanes:
             lane.close()

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from aiooffload._native import now_ns
 from aiooffload.errors import DeviceLostError
 
 if TYPE_CHECKING:
@@ -70,6 +71,24 @@ def suspects(abandoned: Iterable[Operation[Any]]) -> tuple[str, ...]:
     return tuple(f"{operation.name} on lane {operation.lane.index}" for operation in abandoned if operation.lane)
 
 
+def first_of_each_lane(abandoned: Iterable[Operation[Any]]) -> list[str]:
+    """Name the oldest unfinished launch of each lane: one of them is to blame."""
+    first: dict[int, str] = {}
+    for operation in abandoned:
+        if operation.lane is not None:
+            first.setdefault(operation.lane.index, f"{operation.name} on lane {operation.lane.index}")
+    return list(first.values())
+
+
+def loss_text(label: str, error: DeviceLostError, oldest: list[str], note: str) -> str:
+    """Say which device, what happened, who may have done it, and what is left to do."""
+    blame = (
+        f"oldest unfinished on each lane: {', '.join(oldest)}" if oldest else "nothing of this Offload was in flight"
+    )
+    parts = [f"{label} is lost: {error}", blame, note, "this process can use no GPU any more; start a new one"]
+    return "; ".join(part for part in parts if part)
+
+
 class Watchdog:
     """Ticks while something is in flight.
 
@@ -112,6 +131,7 @@ class Watchdog:
         self._handle: asyncio.TimerHandle | None = None
         self._last = 0
         self._still_ticks = 0
+        self._asked_ns = 0
         self.checks = 0
 
     def notice(self) -> None:
@@ -120,6 +140,23 @@ class Watchdog:
             self._still_ticks = 0
             self._last = self._completed()
             self._handle = self._loop.call_later(TICK_S, self._tick)
+
+    def ask_if_due(self) -> None:
+        """For a program that polls and never lets the loop run a tick."""
+        now = now_ns()
+        if self._in_flight() and now - self._asked_ns > TICK_S * 1e9:
+            self._ask()
+
+    def _ask(self) -> bool:
+        """Ask the driver; False if the device is lost, of which others were told."""
+        self._asked_ns = now_ns()
+        self.checks += 1
+        try:
+            self._check()
+        except DeviceLostError as error:
+            self._on_lost(error)
+            return False
+        return True
 
     def _tick(self) -> None:
         self._handle = None
@@ -132,11 +169,7 @@ class Watchdog:
             self._still_ticks = 0
         else:
             self._still_ticks += 1
-            self.checks += 1
-            try:
-                self._check()
-            except DeviceLostError as error:
-                self._on_lost(error)
+            if not self._ask():
                 return
             if self._still_ticks * TICK_S >= STALL_S > (self._still_ticks - 1) * TICK_S:
                 self._on_stall(STALL_S)

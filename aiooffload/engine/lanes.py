@@ -14,7 +14,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import Board, LaneQueue
-from aiooffload.errors import DependencyError, DeviceLostError, OffloadError, WouldBlock
+from aiooffload.errors import DependencyError, DeviceLostError, OffloadError, UsageError, WouldBlock
+from aiooffload.rules.ordering import unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,7 +44,8 @@ class Lane:
         self.index: Final = index
         self.stream: Final = stream
         self.queue: Final = queue
-        # In submission order; nonempty only while the queue is full or a barrier is up.
+        # In submission order; the first is not finished, and waits because the queue is full or a
+        # barrier is up.
         self.waiting: deque[Operation[Any]] = deque()
         # Recorded after operation `_event_sequence`; recording again leaves earlier waits alone.
         self._event = event
@@ -65,6 +67,17 @@ class Lane:
             self.stream.enqueue_record(self._event)
             self._event_sequence = self.queue.issued
         waiter.enqueue_wait_event(self._event)
+
+    def drop_finished(self) -> None:
+        """Drop what was stopped while it waited, from both ends.
+
+        What is stopped in the middle stays until flush() gets there: a search for each would make
+        stopping ten thousand quadratic.
+        """
+        while self.waiting and self.waiting[0].finished:
+            self.waiting.popleft()
+        while self.waiting and self.waiting[-1].finished:
+            self.waiting.pop()
 
     def close(self) -> None:
         """Destroy the stream and its event."""
@@ -90,6 +103,8 @@ class Lanes:
         How many operations may wait on the host.
     on_lost
         Told when the driver says that the device is gone.
+    on_finished
+        Told when an operation ended on the host, without a mark.
     """
 
     def __init__(
@@ -99,7 +114,9 @@ class Lanes:
         completion: Completion,
         max_pending: int,
         on_lost: Callable[[DeviceLostError], None],
+        on_finished: Callable[[], None],
     ) -> None:
+        self._on_finished = on_finished
         self._board = board
         self._on_lost = on_lost
         self.lanes = lanes
@@ -108,6 +125,11 @@ class Lanes:
         self.held: dict[Operation[Any], None] = {}
         # board.pending counts the held and the waiting ones, board.paused the barriers up; they
         # live there because the launch path looks at them.
+        # Released and not started yet; emptied before release() returns to whoever is outermost.
+        self._ready: deque[Operation[Any]] = deque()
+        self._starting = False
+        # Set by abandon(): what everything ends with from then on.
+        self.dead: BaseException | None = None
         self._rooms: deque[asyncio.Future[None]] = deque()
 
     # -- submission ------------------------------------------------------------------------
@@ -129,28 +151,35 @@ class Lanes:
         if target.waiting or target.queue.in_flight == target.queue.depth:
             raise WouldBlock(f"lane {target.index} is full")
 
+    def check_lane(self, lane: Lane | None) -> None:
+        """Raise UsageError if ``lane`` is none of ours."""
+        if lane is not None and not any(lane is ours for ours in self.lanes):
+            raise UsageError(f"{lane!r} is not a lane of this Offload: take one of off.lanes")
+
     def place(self, operation: Operation[Any], lane: Lane | None) -> None:
         """Send ``operation`` to the device, or keep it on the host until it can go.
 
         ``operation.deps`` holds what must come before it, ``holds`` what else keeps it.
         """
-        if not operation.deps and not operation.holds:
-            if lane is None:
-                lane = self.lanes[self._board.pick(0, len(self.lanes))]
-            self._to_lane(operation, lane)
+        if self.dead is not None:
+            operation.finish(failure=self.dead)
             return
         operation.lane = lane
         for dep in operation.deps or ():
-            if dep.queue is None and not dep.finished and not self._same_queue(dep, operation):
-                operation.holds += 1
-                if dep.followers is None:
-                    dep.followers = []
-                dep.followers.append(operation)
+            self._hold_behind(operation, dep)
         if operation.holds:
             self.held[operation] = None
             self._board.pending += 1
         else:
-            self._to_lane(operation, lane or self._home_or_pick(operation))
+            self._to_lane(operation, self._home_or_pick(operation))
+
+    def _hold_behind(self, operation: Operation[Any], dep: Operation[Any]) -> None:
+        """Hold ``operation`` until ``dep`` is on the device, unless the order of a lane is enough."""
+        if dep.queue is None and not dep.finished and not self._same_queue(dep, operation):
+            operation.holds += 1
+            if dep.followers is None:
+                dep.followers = []
+            dep.followers.append(operation)
 
     def _same_queue(self, dep: Operation[Any], operation: Operation[Any]) -> bool:
         """Whether the order of one lane's waiting operations is enough to put ``dep`` first."""
@@ -189,14 +218,16 @@ class Lanes:
 
     def _enqueue(self, operation: Operation[Any], lane: Lane) -> None:
         """Put it on the device. A failure here is the operation's, wherever it was submitted from."""
-        failed = next((dep for dep in operation.requires or () if dep.finished and dep.failure is not None), None)
-        if failed is not None:
-            assert failed.failure is not None
-            self._finish_unstarted(operation, dependency_error(failed.name, failed.failure))
+        if self.dead is not None:
+            self._finish_unstarted(operation, self.dead)
+            return
+        failure = dependency_failure(operation)
+        if failure is not None:
+            self._finish_unstarted(operation, failure)
             return
         try:
-            for dep in operation.deps or ():
-                if not dep.finished and dep.lane is not lane:
+            for dep in unfinished(operation.deps or ()):
+                if dep.lane is not lane:
                     dep.lane.enqueue_wait_for(dep.sequence, lane.stream)
             if operation.streamed:
                 assert operation.steps is not None
@@ -223,17 +254,15 @@ class Lanes:
         if marks:
             marks.enqueue(stream, queue.slot, sequence)
         queue.push(operation)
-        operation.deps = operation.requires = None
-        operation.prepared = operation.steps = None
+        operation.deps = operation.prepared = operation.steps = None
         self._completion.notice()
 
     def finish_streamed(self, operation: Operation[Any], failure: BaseException | None, result: object = None) -> None:
         """Everything that ``operation`` sent piece by piece is done."""
-        if failure is None:
-            operation.finish(result)
-            self.release_followers(operation)
-        else:
-            self._finish_unstarted(operation, failure)
+        operation.deps = None
+        operation.finish(result, failure)
+        self.release_followers(operation)
+        self._on_finished()
 
     # -- progress --------------------------------------------------------------------------
 
@@ -243,18 +272,38 @@ class Lanes:
         if operation.holds == 0 and operation in self.held:
             del self.held[operation]
             self._board.pending -= 1
-            self._to_lane(operation, self._home_or_pick(operation))
-            self._wake_rooms()
+            self._ready.append(operation)
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Send what nothing holds any more; starting one may release the next, in a chain of any length."""
+        if self._starting:
+            return
+        self._starting = True
+        try:
+            while self._ready:
+                operation = self._ready.popleft()
+                if not operation.finished:
+                    self._to_lane(operation, self._home_or_pick(operation))
+        finally:
+            self._starting = False
+        self._wake_rooms()
 
     def release_followers(self, operation: Operation[Any]) -> None:
         """``operation`` is on the device or done: what was held for it may go."""
         followers, operation.followers = operation.followers, None
+        # One that never ran leaves what it had to come after to those who came after it.
+        inherited = operation.deps if operation.finished else None
         for follower in followers or ():
+            for dep in inherited or ():
+                if follower.deps is not None and dep not in follower.deps:
+                    follower.deps.append(dep)
+                    self._hold_behind(follower, dep)
             self.release(follower)
 
     def flush(self) -> None:
         """Send what fits; called after every progress while something is pending."""
-        if self._board.paused:
+        if self._board.paused or self.dead is not None:
             return
         for lane in self.lanes:
             while lane.waiting and lane.queue.in_flight < lane.queue.depth and not self._board.paused:
@@ -275,26 +324,29 @@ class Lanes:
             return
         if operation in self.held:
             del self.held[operation]
-        elif operation.lane is None or (operation.streamed and operation.steps is None):
+        elif operation in self._ready or operation.lane is None or (operation.streamed and operation.steps is None):
             return  # being submitted, or going piece by piece: whoever does that sees `stop`
         else:
-            # It stays in its lane's deque until flush() gets there: a search would make
-            # cancelling ten thousand quadratic.
             operation.lane.queue.load -= 1
         self._board.pending -= 1
         self._finish_unstarted(operation, failure)
+        if operation.lane is not None:
+            operation.lane.drop_finished()
 
     def _finish_unstarted(self, operation: Operation[Any], failure: BaseException) -> None:
-        operation.finish(failure=failure)
-        operation.deps = operation.requires = None
+        operation.deps = unfinished(operation.deps or ()) or None
         operation.prepared = operation.steps = None
+        operation.finish(failure=failure)
         self.release_followers(operation)
         self._wake_rooms()
+        self._on_finished()
 
     def abandon(self, failure: BaseException) -> list[Operation[Any]]:
         """Fail everything on the host, because the device is gone; returns it."""
-        waiting = [*self.held, *(operation for lane in self.lanes for operation in lane.waiting)]
+        self.dead = failure
+        waiting = [*self.held, *self._ready, *(operation for lane in self.lanes for operation in lane.waiting)]
         self.held.clear()
+        self._ready.clear()
         for lane in self.lanes:
             lane.waiting.clear()
             lane.queue.load = 0
@@ -320,8 +372,19 @@ class Lanes:
                 future.set_result(None)
 
 
-def dependency_error(name: str, cause: BaseException) -> DependencyError:
-    """Return the failure of an operation whose dependency ``name`` failed."""
-    error = DependencyError(f"{name}, which this operation came after, failed: {cause!r}")
+def dependency_failure(operation: Operation[Any]) -> DependencyError | None:
+    """Return the failure of an operation of which something named in ``after`` has failed, or None."""
+    for dep in operation.requires or ():
+        if dep.failure is not None:
+            return dependency_error(f"{dep.name}, which {operation.name} came after,", dep.failure)
+    return None
+
+
+def dependency_error(what: str, cause: BaseException) -> DependencyError:
+    """Return the failure of an operation that did not start because ``what`` failed."""
+    root = cause
+    while isinstance(root, DependencyError) and root.__cause__ is not None:
+        root = root.__cause__
+    error = DependencyError(f"{what} failed: {root!r}")
     error.__cause__ = cause
     return error

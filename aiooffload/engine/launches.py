@@ -89,6 +89,7 @@ class Kernels:
         task = self._loading.get(kernel)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._load(kernel), name=f"aiooffload load {kernel.name}")
+            task.add_done_callback(_retrieve)  # those who wait for it tell its failure, if anybody does
             self._loading[kernel] = task
         return task
 
@@ -102,11 +103,16 @@ class Kernels:
         finally:
             del self._loading[kernel]
 
-    async def finish_loading(self) -> None:
-        """Cancel what is still loading and wait for it."""
+    def cancel_loading(self) -> list[asyncio.Task[Function]]:
+        """Cancel what is still loading and return it."""
         tasks = list(self._loading.values())
         for task in tasks:
             task.cancel()
+        return tasks
+
+    async def finish_loading(self) -> None:
+        """Cancel what is still loading and wait for it."""
+        tasks = self.cancel_loading()
         if tasks:
             await asyncio.wait(tasks)
 
@@ -146,6 +152,11 @@ class Kernels:
             bare = site.prepare(()) if kernel.signature.takes_nothing(function.parameter_sizes) else None
             self._launcher.learn(kernel, grid, block, site.plan, site.formats, bare)
         return site
+
+
+def _retrieve(task: asyncio.Task[Function]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def check_sizes(kernel: Kernel, function: Function) -> None:

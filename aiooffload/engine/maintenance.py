@@ -19,6 +19,7 @@ from typing import Final, Protocol, TypeVar
 __all__ = ["Barrier", "Participant", "barrier"]
 
 _T = TypeVar("_T")
+_LOOK_AGAIN_S: Final = 0.05
 
 
 class Participant(Protocol):
@@ -72,17 +73,14 @@ class Barrier:
     async def _run_alone(self, loop: asyncio.AbstractEventLoop, call: Callable[[], _T], executor: Executor) -> _T:
         with self._lock:
             participants = list(self._participants)
-        paused: list[Participant] = []
+        paused: dict[Participant, asyncio.Future[None]] = {}
         try:
-            idle = []
             for participant in participants:
                 future: asyncio.Future[None] = loop.create_future()
-                resolve = partial(_resolve, loop, future)
-                if _on_loop(participant, loop, partial(participant.pause, resolve)):
-                    paused.append(participant)
-                    idle.append(future)
-            for future in idle:
-                await future
+                if _pause(participant, loop, partial(_resolve, loop, future)):
+                    paused[participant] = future
+            for participant, future in paused.items():
+                await self._until_idle(participant, future)
             # Shielded: the call cannot be stopped, and nothing may start before it has returned.
             work = loop.run_in_executor(executor, call)
             try:
@@ -92,21 +90,41 @@ class Barrier:
                 raise
         finally:
             for participant in paused:
-                _on_loop(participant, loop, participant.resume)
+                _call(participant, loop, participant.resume)
+
+    async def _until_idle(self, participant: Participant, idle: asyncio.Future[None]) -> None:
+        """Wait for ``idle``, unless the participant closes or its loop ends before it could say so."""
+        while not idle.done():
+            await asyncio.wait([idle], timeout=_LOOK_AGAIN_S)
+            if participant not in self._participants or not participant.loop.is_running():
+                return
 
     def _pass_on(self, turn: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> None:
         with self._lock:
-            was_first = self._turns[0] is turn
-            self._turns.remove(turn)
-            following = list(self._turns) if was_first else []
-        for loop, future in following:
-            if not loop.is_closed():
-                _resolve(loop, future)
-                return
+            was_first = bool(self._turns) and self._turns[0] is turn
+            if turn in self._turns:  # unless it was passed over
+                self._turns.remove(turn)
+            # Whoever waited on a loop that is closed waits no more.
+            while was_first and self._turns and self._turns[0][0].is_closed():
+                self._turns.popleft()
+            following = self._turns[0] if was_first and self._turns else None
+        if following is not None:
+            _resolve(*following)
 
 
-def _on_loop(participant: Participant, here: asyncio.AbstractEventLoop, call: Callable[[], object]) -> bool:
-    """Run ``call`` on the participant's loop; False if that loop is gone, and its engine with it."""
+def _pause(participant: Participant, here: asyncio.AbstractEventLoop, idle: Callable[[], None]) -> bool:
+    """Ask for a pause; False if the participant's loop is not running.
+
+    Then its engine starts nothing, since that takes a running loop; what it has in flight, the
+    maintenance call itself waits for.
+    """
+    if participant.loop is not here and not participant.loop.is_running():
+        return False
+    return _call(participant, here, partial(participant.pause, idle))
+
+
+def _call(participant: Participant, here: asyncio.AbstractEventLoop, call: Callable[[], object]) -> bool:
+    """Run ``call`` on the participant's loop, in the order of asking; False if that loop is closed."""
     if participant.loop is here:
         call()
         return True

@@ -28,8 +28,11 @@ __all__ = ["Memory", "normalise"]
 
 def normalise(shape: int | tuple[int, ...], dtype: DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape as a tuple of sizes and dtype as a dtype; raises UsageError for negative or object ones."""
-    sizes = tuple(int(n) for n in shape) if isinstance(shape, tuple | list) else (int(shape),)
-    kind = np.dtype(dtype)
+    try:
+        sizes = tuple(n.__index__() for n in (shape if isinstance(shape, tuple | list) else (shape,)))
+        kind = np.dtype(dtype)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(f"shape {shape!r} and dtype {dtype!r} do not describe an array: {error}") from None
     if any(n < 0 for n in sizes):
         raise UsageError(f"shape {sizes} has a negative dimension")
     if kind.hasobject:
@@ -62,7 +65,8 @@ class Memory:
         self._closed = False
         self._lost = False
         self.allocated_bytes = 0
-        self.live = 0
+        # What was allocated and not freed, by identity.
+        self._blocks: dict[int, Block] = {}
 
     # -- device memory ---------------------------------------------------------------------
 
@@ -71,33 +75,41 @@ class Memory:
         sizes, kind = normalise(shape, dtype)
         nbytes = math.prod(sizes) * kind.itemsize
         self.collect()
+        total = self._device.properties.total_bytes
+        if nbytes > total:
+            raise OutOfMemoryError(f"{nbytes} bytes were asked for, the device has {total} in all")
         try:
             block = self._device.allocate(nbytes)
         except OutOfMemoryError:
             self._device.trim()
             block = self._device.allocate(nbytes)
         self.allocated_bytes += nbytes
-        self.live += 1
+        self._blocks[id(block)] = block
         return Buffer(Allocation(Lease(block, self._give_back), self._owner), 0, sizes, kind)
 
     def _give_back(self, block: Block) -> None:
-        if self._lost:
-            return  # the memory went with the device
+        if self._lost or self._closed:
+            return  # it went with the device, or was freed with all others
         self._returned.append(block)
         if threading.get_ident() == self._thread:
-            if self._closed:
-                return
             self.collect()
-        elif not self._closed and not self._loop.is_closed():
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.collect)
 
     def collect(self) -> None:
         """Free what came back. On the loop's thread."""
         while self._returned and not self._lost:
-            block = self._returned.popleft()
+            self._free(self._returned.popleft())
+
+    def _free(self, block: Block) -> None:
+        if self._blocks.pop(id(block), None) is not None:
             self.allocated_bytes -= block.nbytes
-            self.live -= 1
             self._device.free(block)
+
+    @property
+    def live(self) -> int:
+        """How many allocations there are."""
+        return len(self._blocks)
 
     # -- pinned memory ---------------------------------------------------------------------
 
@@ -122,9 +134,10 @@ class Memory:
     # -- the end ---------------------------------------------------------------------------
 
     def close(self) -> list[RegisteredMemory]:
-        """Free everything that came back; return the registered memory, to be unregistered."""
-        self.collect()
+        """Free everything, Buffers that live on included; return the registered memory, to be unregistered."""
         self._closed = True
+        for block in list(self._blocks.values()):
+            self._free(block)
         self._wanted_pinned.clear()
         pinned, self._pinned = self._pinned, []
         return pinned

@@ -6,11 +6,13 @@ it. The history of an allocation is what that needs: its last writer, and its re
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["History", "Orderable"]
+__all__ = ["History", "Orderable", "unfinished"]
 
 _PRUNE_AT = 16
+_Op = TypeVar("_Op", bound="Orderable")
 
 
 class Orderable(Protocol):
@@ -20,8 +22,24 @@ class Orderable(Protocol):
     def finished(self) -> bool:
         """Whether the device no longer touches its memory."""
 
+    @property
+    def deps(self: _Op) -> Iterable[_Op] | None:
+        """What it still had to come after when it ended without having run; None once it ran."""
 
-_Op = TypeVar("_Op", bound=Orderable)
+
+def unfinished(operations: Iterable[_Op]) -> list[_Op]:
+    """Return those that are not finished; one that ended without having run stands for what it had to come after."""
+    found: dict[_Op, None] = {}
+    seen: set[_Op] = set()
+    stack = list(operations)
+    while stack:
+        operation = stack.pop()
+        if not operation.finished:
+            found[operation] = None
+        elif operation.deps and operation not in seen:
+            seen.add(operation)
+            stack.extend(operation.deps)
+    return list(found)
 
 
 class History(Generic[_Op]):
@@ -37,12 +55,8 @@ class History(Generic[_Op]):
 
     def conflicts(self, writes: bool) -> list[_Op]:
         """Return the unfinished operations that one submitted now has to come after."""
-        before: list[_Op] = []
-        if self.writer is not None and not self.writer.finished:
-            before.append(self.writer)
-        if writes:
-            before.extend(reader for reader in self.readers if not reader.finished)
-        return before
+        before = [] if self.writer is None else unfinished((self.writer,))
+        return before + unfinished(self.readers) if writes else before
 
     def record(self, operation: _Op, writes: bool) -> None:
         """Note that ``operation`` was submitted now."""
@@ -51,5 +65,5 @@ class History(Generic[_Op]):
             self.readers.clear()
             return
         if len(self.readers) >= _PRUNE_AT and len(self.readers) & (len(self.readers) - 1) == 0:
-            self.readers = [reader for reader in self.readers if not reader.finished]
+            self.readers = unfinished(self.readers)
         self.readers.append(operation)

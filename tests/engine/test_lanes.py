@@ -14,8 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiooffload as ao
-from tests.kernels import Boom, Rig, SpyDevice, add, combine, fail, fail_at, hold_read, hold_write, nothing
-from tests.kernels import rig, scale_add, turns, until
+from tests.kernels import (
+    Boom,
+    Rig,
+    SpyDevice,
+    add,
+    combine,
+    fail,
+    fail_at,
+    hold_read,
+    hold_write,
+    nothing,
+    rig,
+    scale_add,
+    turns,
+    until,
+)
 
 M64 = 2**64
 
@@ -111,8 +125,6 @@ async def test_read_after_write(device_label: str, reader: str) -> None:
         assert not read.done()
         gate.open()
         value = await read
-        if reader == "get_pinned":
-            value = value.array
         assert int(value[0] if value is not None else await r.read(other)) == 5
 
 
@@ -562,11 +574,9 @@ async def test_instant_would_block(device_label: str, reason: str) -> None:
             loading = asyncio.ensure_future(r.off.load(fresh))
             await until(lambda: r.off._engine.board.paused)  # type: ignore[union-attr]
         before = r.off.stats()
+        kernel, args = (fresh, ()) if reason == "kernel" else (add, (word, 1))
         with pytest.raises(ao.WouldBlock):
-            if reason == "kernel":
-                r.launch(fresh, instant=True)
-            else:
-                r.launch(add, word, 1, instant=True, **options)
+            r.launch(kernel, *args, instant=True, **options)
         assert r.off.stats() == before
         r.open_all()
         if loading is not None:

@@ -89,7 +89,6 @@ async def in_flight(kind: str, wake: str, launches: str) -> dict[str, Any]:
     await off.aclose()
     closed = time.perf_counter()
     x.close()
-    del x
     gc.collect()  # frees the buffers and pinned memory: no driver call may come of it
     return {
         "elapsed_ms": round((max(when for when, _ in ends) - start) * 1e3, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -67,7 +68,12 @@ async def torch_idle(wake: Any) -> dict[str, Any]:
         armings = off.stats()["armings"]
         seconds = {name: await on_thread(call) for name, call in torch_calls(torch).items()}
         still = off.stats()["armings"]
-        return {"seconds": seconds, "armings": armings, "armed_meanwhile": still - armings, "sum": await busy_round(off)}
+        return {
+            "seconds": seconds,
+            "armings": armings,
+            "armed_meanwhile": still - armings,
+            "sum": await busy_round(off),
+        }
 
 
 async def torch_blocked() -> dict[str, Any]:
@@ -291,7 +297,35 @@ async def contexts() -> dict[str, Any]:
         seen["none"].append(current())
         sums.append(await busy_round(off))
     seen["none"].append(current())
-    return {"seen": {name: [int(value == values[0]) for value in values] for name, values in seen.items()}, "sums": sums}
+    return {
+        "seen": {name: [int(value == values[0]) for value in values] for name, values in seen.items()},
+        "sums": sums,
+    }
+
+
+async def collected() -> dict[str, Any]:
+    """Drop a closed Offload and its kernels, for the collector, while another has a kernel in flight."""
+    source = 'extern "C" __global__ void mine(unsigned long long* x) { *x = 1; }'
+    async with ao.Offload("cuda:0", lanes=2) as other:
+        await other.load(latch, nothing)
+        words = await Words.of(other)
+        one = ao.Offload("cuda:0", lanes=2)
+        await one.__aenter__()
+        await one.launch(ao.Kernel("mine", cuda=source), grid=1, block=1, args=(one.zeros(1, np.uint64),))
+        await one.aclose()
+        gc.collect()
+        held = other.launch(latch, grid=1, block=1, args=(words.address(0), words.address(1)))
+        await words.until(0)
+        start = time.perf_counter()
+        del one
+        gc.collect()
+        collecting = time.perf_counter() - start
+        start = time.perf_counter()
+        await other.launch(nothing, grid=1, block=1)
+        launching = time.perf_counter() - start
+        words.array[1] = 1
+        await held
+        return {"collecting": collecting, "launching": launching}
 
 
 async def handles() -> dict[str, Any]:
@@ -345,6 +379,7 @@ CASES = {
     "opened_during_capture": opened_during_capture,
     "contexts": contexts,
     "handles": handles,
+    "collected": collected,
 }
 
 if __name__ == "__main__":

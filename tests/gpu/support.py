@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ __device__ void wait_for(volatile u64* word)
     for (u64 start = now_ns(); !*word && now_ns() - start < 20000000000ull;) {}
 }
 """
-LATCH = CLOCK + r"""
+LATCH = (
+    CLOCK
+    + r"""
 extern "C" __global__ void latch(volatile u64* started, volatile u64* opened)
 {
     *started = 1;
@@ -45,10 +47,16 @@ extern "C" __global__ void latch(volatile u64* started, volatile u64* opened)
     wait_for(opened);
 }
 """
-SPIN = CLOCK + r"""
+)
+SPIN = (
+    CLOCK
+    + r"""
 extern "C" __global__ void spin(u64 ns) { for (u64 start = now_ns(); now_ns() - start < ns;) {} }
 """
-FAULT = CLOCK + r"""
+)
+FAULT = (
+    CLOCK
+    + r"""
 extern "C" __global__ void fault(volatile u64* started, volatile u64* opened, int trap)
 {
     *started = 1;
@@ -59,6 +67,7 @@ extern "C" __global__ void fault(volatile u64* started, volatile u64* opened, in
     *(volatile int*)8 = 1;
 }
 """
+)
 
 latch = ao.Kernel("latch", cuda=LATCH)
 """Arguments: the device addresses of two words, as np.uint64. Sets the first, then waits for the second."""
@@ -168,7 +177,7 @@ def descriptor_count() -> int:
 
 
 @pytest.fixture(scope="session")
-def driver_is_up() -> Iterator[None]:
+def driver_is_up() -> None:
     """Open and close an Offload before the first test: what a driver opens for good is no test's leak.
 
     In a thread of its own and not on a loop's, because the first import of the bindings reads files.
@@ -200,7 +209,6 @@ def driver_is_up() -> Iterator[None]:
     thread.join()
     if problems:
         raise problems[0]
-    yield
 
 
 # Cases

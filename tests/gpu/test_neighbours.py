@@ -72,7 +72,7 @@ def test_offload_alone() -> None:
 
 @WAKES
 def test_one_connection_works_through_the_fallback(wake: str) -> None:
-    """With CUDA_DEVICE_MAX_CONNECTIONS=1 everything completes under every policy, with one warning that has the cure."""
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1 everything completes under every policy; one warning has the cure."""
     found = run("fallback", wake, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert found["sum"] == 1000
     assert found["stats"]["fallback"]
@@ -120,6 +120,13 @@ def test_two_processes() -> None:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
+
+
+def test_collecting_an_offload_waits_for_nobody() -> None:
+    """A closed Offload that is collected while another has a kernel in flight holds up neither loop nor launches."""
+    found = run("collected")
+    assert found["collecting"] < 1.0, found  # the kernel in flight would run for 20 s
+    assert found["launching"] < 1.0, found
 
 
 # What belongs to others

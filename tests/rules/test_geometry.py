@@ -59,7 +59,7 @@ def test_a_size_is_at_least_one(sizes: list[int]) -> None:
     if 1 <= len(sizes) <= 3 and min(sizes) >= 1:
         triple(sizes, "block")
     else:
-        with pytest.raises(UsageError, match="^block "):
+        with pytest.raises(UsageError, match=r"^block "):
             triple(sizes, "block")
 
 

@@ -102,8 +102,9 @@ def _write(path: Path, code: bytes) -> None:
     """Cache ``code``; another process may do the same, and sees all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder, path.name)
+            whole.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(whole, path)
     except OSError as error:
         log.warning("compiled code cannot be cached", folder=str(path.parent), error=str(error))

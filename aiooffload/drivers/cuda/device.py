@@ -162,6 +162,7 @@ class CudaDevice:
                 )
             address = unwrap("cuMemHostGetDevicePointer", driver.cuMemHostGetDevicePointer(memory.host_address, 0))
         memory.device_address = int(address)
+        _registered[memory.host_address] = memory
         return memory
 
     def unregister(self, memory: RegisteredMemory) -> None:
@@ -169,6 +170,7 @@ class CudaDevice:
         assert isinstance(memory, MappedMemory)
         with self._current():
             unwrap("cuMemHostUnregister", driver.cuMemHostUnregister(memory.host_address))
+        del _registered[memory.host_address]
         memory.unmap()
 
     # -- kernels ---------------------------------------------------------------------------
@@ -193,7 +195,8 @@ class CudaDevice:
                 core: Any = compiled
             else:
                 assert isinstance(compiled, bytes)
-                core = _core_kernel(kernel.name, compiled)
+                key = (self.properties.index, kernel.name, compiled)
+                core = _loaded[key] = _loaded.get(key) or _core_kernel(kernel.name, compiled)
             handle = driver.CUkernel(int(core.handle))
             function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(handle))
             unwrap("cuFuncLoad", driver.cuFuncLoad(function))
@@ -227,7 +230,12 @@ class CudaDevice:
         self._xid.close()
 
 
+# What must outlive the object that made it, for the life of the process:
 _contexts: Final[dict[int, Any]] = {}
+# By host address. The device may still write to it when an Offload is collected without being closed.
+_registered: Final[dict[int, MappedMemory]] = {}
+# By device, name and code. Unloading would wait for everything in flight, whoever's it is.
+_loaded: Final[dict[tuple[int, str, bytes], CoreKernel]] = {}
 
 
 def _primary_context(ordinal: Any) -> Any:

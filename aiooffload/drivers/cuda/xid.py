@@ -35,11 +35,17 @@ class XidWatch:
             return
         try:
             nvml.init_v2()
-            self._events = nvml.event_set_create()
-            nvml.device_register_events(nvml.device_get_handle_by_uuid(uuid), _CRITICAL_XID, self._events)
-            self._nvml = nvml
         except Exception as error:  # NVML has one class per status, and no common base in every release
+            log.debug("no NVML", error=str(error))
+            return
+        try:
+            device = nvml.device_get_handle_by_uuid(uuid)
+            self._events = nvml.event_set_create()
+            self._nvml = nvml
+            nvml.device_register_events(device, _CRITICAL_XID, self._events)
+        except Exception as error:
             log.debug("no XID events from NVML", error=str(error))
+            self.close()
 
     def note(self) -> str:
         """Return the XIDs seen so far as a sentence, or an empty string."""

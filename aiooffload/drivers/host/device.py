@@ -33,12 +33,15 @@ def _unique_id() -> str:
     return f"host-{identity or platform.node() or 'unnamed'}"
 
 
+_UNIQUE_ID: Final = _unique_id()
+
+
 def _properties(memory_operations: bool, memory_limit: int | None) -> DeviceProperties:
     """Describe the host with a GPU's limits, so that a geometry legal here is legal there."""
     return DeviceProperties(
         driver="host",
         index=0,
-        name=platform.processor() or platform.machine() or "host",
+        name=platform.machine() or "host",
         max_threads_per_block=1024,
         max_block=(1024, 1024, 64),
         max_grid=(2**31 - 1, 65535, 65535),
@@ -49,7 +52,7 @@ def _properties(memory_operations: bool, memory_limit: int | None) -> DeviceProp
         memory_operations=memory_operations,
         spins=False,
         process_wide_faults=False,
-        unique_id=_unique_id(),
+        unique_id=_UNIQUE_ID,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from aiooffload._native import LaunchPlan
 from aiooffload.drivers.api import KernelSource
-from aiooffload.errors import UsageError
+from aiooffload.errors import LaunchError, UsageError
 
 __all__ = ["HostFunction", "HostLaunch", "host_implementation"]
 
@@ -27,15 +26,20 @@ def host_implementation(kernel: KernelSource) -> Callable[..., object]:
     return function
 
 
-def _sharing(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a Python function that does the same: on its entry others may get the interpreter.
+def _guarded(name: str, function: Callable[..., object]) -> Callable[..., object]:
+    """Return a Python function that does the same, and whose failures are LaunchErrors.
 
-    A stream keeps the interpreter from one kernel to the next, so that a long queue of functions
-    written in C would stop the program until its end.
+    It is a Python function even around one written in C: a stream keeps the interpreter from one
+    kernel to the next, and offers it to others at the entry of a Python function alone.
     """
-    if isinstance(function, FunctionType):
-        return function
-    return lambda *arguments: function(*arguments)
+
+    def run(launch: HostLaunch, *arguments: object) -> None:
+        try:
+            function(launch, *arguments)
+        except BaseException as error:  # SystemExit too: it must end neither the stream nor the program
+            raise LaunchError(f"kernel {name} raised {type(error).__name__}: {error}", operation="launch") from error
+
+    return run
 
 
 class HostLaunch:
@@ -66,7 +70,7 @@ class HostFunction:
 
     def __init__(self, name: str, callable: Callable[..., object], signature: Any = None) -> None:
         self._name: Final = name
-        self._callable: Final = _sharing(callable)
+        self._callable: Final = _guarded(name, callable)
         self._read_only: Final[Callable[[int], bool]] = (lambda _: False) if signature is None else signature.read_only
 
     @property

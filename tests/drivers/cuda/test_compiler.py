@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,16 +51,26 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Every CUDA source of the project
 
 
-def constants(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the strings of a module with their lines: constants, and what is put together of them; no docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def named_strings(path: Path) -> dict[str, str]:
+    """Return the strings that a module has under a name of its own, or imports from another of the project."""
     known: dict[str, str] = {}
-    for node in tree.body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             value = text_of(node.value, known)
             if value is not None:
                 known[node.targets[0].id] = value
-    waiting: list[ast.AST] = [tree]
+        elif isinstance(node, ast.ImportFrom):
+            imported = ROOT / f"{(node.module or '').replace('.', '/')}.py"
+            theirs = named_strings(imported) if imported.is_file() else {}
+            known |= {name.asname or name.name: theirs[name.name] for name in node.names if name.name in theirs}
+    return known
+
+
+def constants(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the strings of a module with their lines: constants, and what is put together of them; no docstrings."""
+    known = named_strings(path)
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
         text = text_of(node, known) if not isinstance(node, ast.Name) else None

@@ -1,0 +1,172 @@
+"""Memory of a GPU through the public API: full devices, staging, pinned arrays, buffers in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+import aiooffload as ao
+from tests.gpu.support import Words, add, device_bytes_used, latch, until
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+async def off() -> AsyncIterator[ao.Offload]:
+    async with ao.Offload("cuda:0", lanes=4) as opened:
+        await opened.load(add, latch)
+        yield opened
+
+
+async def hold(off: ao.Offload, lane: ao.Lane) -> Words:
+    """Hold a lane by a kernel that runs when this returns; ``array[1] = 1`` lets it go."""
+    words = await Words.of(off)
+    off.launch(latch, grid=1, block=1, args=(words.address(0), words.address(1)), lane=lane)
+    await words.until(0)
+    return words
+
+
+async def test_full_device(off: ao.Offload) -> None:
+    """A device that is full raises OutOfMemoryError, a MemoryError; the next small allocation works."""
+    for call in (off.empty, off.zeros):
+        with pytest.raises(ao.OutOfMemoryError) as caught:
+            call(off.properties.total_bytes + (1 << 30), np.uint8)
+        assert isinstance(caught.value, MemoryError)
+    x = await off.put(np.arange(10))
+    assert (await off.get(x)).tolist() == list(range(10))
+    assert off.stats()["buffers"] == 1
+
+
+async def test_filling_the_device(off: ao.Offload) -> None:
+    """Allocating until nothing is left fails with OutOfMemoryError; after closing, as much fits again."""
+    size, kept = 8 << 30, []
+
+    def fill_up() -> None:
+        kept.extend(off.empty(size, np.uint8) for _ in range(1 + off.properties.total_bytes // size))
+
+    def close_all() -> None:
+        while kept:
+            kept.pop().close()
+
+    try:
+        with pytest.raises(ao.OutOfMemoryError):
+            fill_up()
+        count = len(kept)
+        assert count > 0
+        small = await off.put(np.ones(100))
+        close_all()
+        kept.extend(off.empty(size, np.uint8) for _ in range(count))
+        assert (await off.get(small) == 1).all()
+    finally:
+        close_all()
+
+
+async def test_buffer_that_outlives_its_offload() -> None:
+    """Memory of a buffer that is still held when its Offload closes goes back to the device all the same."""
+    before = device_bytes_used()
+    async with ao.Offload("cuda:0", lanes=2) as off:
+        buffer = off.zeros(1 << 30, np.uint8)
+        await off.drain()
+        assert device_bytes_used() - before >= 1 << 30
+    buffer.close()
+    del buffer
+    gc.collect()
+    await until(lambda: device_bytes_used() - before < 1 << 29, "the memory is given back")
+
+
+async def test_staging_is_not_reused_before_its_copy_is_done(off: ao.Offload) -> None:
+    """Many small puts behind a held lane, from sources that change afterwards, all arrive (cudf #22284)."""
+    lane = off.lanes[0]
+    words = await hold(off, lane)
+    sources = [np.full(1000, number, np.int32) for number in range(60)]
+    puts = [off.put(source, lane=lane) for source in sources]
+    for source in sources:
+        source[:] = -1  # small arrays were read when they were submitted
+    others = await asyncio.gather(*(off.put(np.full(1000, -2, np.int32), lane=off.lanes[1]).wait() for _ in range(4)))
+    assert not any(put.done() for put in puts)
+    words.array[1] = 1
+    for number, put in enumerate(puts):
+        assert (await off.get(await put) == number).all()
+    for other in others:
+        assert (await off.get(other) == -2).all()
+
+
+async def test_more_puts_than_staging_blocks(off: ao.Offload) -> None:
+    """Puts beyond what staging holds wait for a block, and none gets another's bytes."""
+    lane = off.lanes[0]
+    words = await hold(off, lane)
+    sources = [np.full(50_000, number, np.int32) for number in range(200)]
+    puts = [off.put(source, lane=lane) for source in sources]
+    words.array[1] = 1
+    buffers = await asyncio.gather(*(put.wait() for put in puts))
+    backs = await asyncio.gather(*(off.get(buffer).wait() for buffer in buffers))
+    assert [int(back[0]) for back in backs] == [int(back[-1]) for back in backs] == list(range(200))
+
+
+async def test_pinned_array_is_not_reused_in_flight(off: ao.Offload) -> None:
+    """A pinned array that was closed while its copy waits is not given to anybody before the copy is done."""
+    lane = off.lanes[0]
+    words = await hold(off, lane)
+    pinned = await off.pinned(1000, np.int64)
+    pinned.array[:] = 7
+    put = off.put(pinned, lane=lane)
+    pinned.close()
+    del pinned
+    gc.collect()
+    fresh = [await off.pinned(1000, np.int64) for _ in range(4)]
+    for array in fresh:
+        array.array[:] = -1
+    words.array[1] = 1
+    assert (await off.get(await put) == 7).all()
+
+
+async def test_buffer_closed_in_flight(off: ao.Offload) -> None:
+    """A buffer that was closed while a launch waits with it is not given to anybody before the launch is done."""
+    lane = off.lanes[0]
+    words = await hold(off, lane)
+    x = off.empty(1000, np.uint64)
+    address = x.address
+    late = off.launch(add, grid=1, block=1, args=(x, 1), lane=lane)
+    x.close()
+    del x
+    gc.collect()
+    fresh = [off.empty(1000, np.uint64) for _ in range(50)]
+    assert address not in {buffer.address for buffer in fresh}
+    words.array[1] = 1
+    await late
+    before = off.stats()["buffers"]
+    for buffer in fresh:
+        buffer.close()
+    del fresh, buffer
+    gc.collect()
+    await until(lambda: off.stats()["buffers"] == before - 50, "the buffers are freed")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 255 * 1024, 257 * 1024, (2 << 20) - 1, (2 << 20) + 1, 50_000_001])
+async def test_round_trip(off: ao.Offload, nbytes: int) -> None:
+    """Arrays of any size come back as they were, whatever way they take, and into pinned memory too."""
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    buffer = await off.put(data)
+    assert (await off.get(buffer) == data).all()
+    pinned = await off.pinned(data.shape, data.dtype)
+    await off.get(buffer, out=pinned)
+    assert (pinned.array == data).all()
+
+
+async def test_program_order_over_lanes(off: ao.Offload) -> None:
+    """Operations that share a buffer run in the order of submission although they are on different lanes."""
+    words = await hold(off, off.lanes[0])
+    x = off.zeros(1, np.uint64)
+    off.launch(add, grid=1, block=1, args=(x, 1), lane=off.lanes[0])
+    off.fill(x, 100, lane=off.lanes[1])
+    off.launch(add, grid=1, block=1, args=(x, 2), lane=off.lanes[2])
+    first = off.get(x, lane=off.lanes[3])
+    off.fill(x, 5, lane=off.lanes[0])
+    second = off.get(x, lane=off.lanes[1])
+    assert not first.done()
+    words.array[1] = 1
+    assert ((await first)[0], (await second)[0]) == (102, 5)
