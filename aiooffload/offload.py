@@ -265,7 +265,13 @@ class Offload:
         if engine.refusal is not None:
             raise engine.refusal()
         for kernel in kernels:
-            await asyncio.shield(engine.kernels.load(kernel))
+            load = engine.kernels.load(kernel)
+            try:
+                await asyncio.shield(load)
+            except asyncio.CancelledError:
+                if load.cancelled() and engine.refusal is not None:  # the Offload ended, not this task
+                    raise engine.refusal() from None
+                raise
 
     # -- memory ----------------------------------------------------------------------------
 

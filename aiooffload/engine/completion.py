@@ -25,6 +25,7 @@ driver might still write to whoever got its number next.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -42,6 +43,20 @@ __all__ = ["Completion", "EventMarks"]
 
 _LOOK_NS: Final = 4_000
 """One look's spin inside the extension: how long other callbacks of the loop may wait for it."""
+
+
+_precise = threading.local()
+"""``count``: the Completions of this thread; ``slack_ns``: what the timer slack was before the first."""
+
+
+def _precise_timers(wanted: bool) -> None:
+    """Take the calling thread's timer slack of 50 us away while any Completion of it is open."""
+    count = getattr(_precise, "count", 0) + (1 if wanted else -1)
+    if wanted and count == 1:
+        _precise.slack_ns = timer_slack(1)
+    elif count == 0:
+        timer_slack(_precise.slack_ns)
+    _precise.count = count
 
 
 class EventMarks:
@@ -129,7 +144,7 @@ class Completion:
         self.marks: EventMarks | None = None
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer = Timer()
-        self._slack = timer_slack(1)
+        _precise_timers(True)
         # Whether a wait is on the monitor stream whose wake was not read yet.
         self.armed = False
         self._disarmed: asyncio.Future[None] | None = None
@@ -264,7 +279,7 @@ class Completion:
         self._loop.remove_reader(self._eventfd)
         self._loop.remove_reader(self._timer.fileno())
         self._timer.close()
-        timer_slack(self._slack)
+        _precise_timers(False)
         if not self.armed:
             os.close(self._eventfd)
         # else: lost or released too late to be seen; the number must not be used by anybody else.

@@ -115,7 +115,8 @@ class Engine:
         device, properties = self.device, self.device.properties
         bell = words.word(0)
         self._monitor = device.create_stream()
-        policy = WakePolicy(self._wake_mode, spins=properties.spins, monitor=True)
+        # No monitor before the self-test has shown that it works: it arms one wait, and only one.
+        policy = WakePolicy(self._wake_mode, spins=properties.spins, monitor=False)
         self.completion = Completion(
             self.loop, self.board, bell, self._monitor, policy, self._on_progress, self._on_flight, self.lose
         )
@@ -174,10 +175,12 @@ class Engine:
             self._fall_back("its streams cannot write or wait for words")
             return
         function = await self.maintain(self.device.selftest_function)
-        reason = await selftest(self.lanes.lanes, self.completion, function)
+        async with barrier.alone():  # its armed wait and another's maintenance would wait for each other
+            reason = await selftest(self.lanes.lanes, self.completion, self._look, function)
         if reason:
             self._fall_back(reason)
-        self.launcher.ready = not reason
+        else:
+            self.completion.policy.monitor = self.launcher.ready = True
 
     async def _grow(self, staging: Staging) -> None:
         staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
@@ -185,7 +188,6 @@ class Engine:
     def _fall_back(self, reason: str) -> None:
         self.fallback = reason
         self.completion.marks = EventMarks(self.device.create_event)
-        self.completion.policy.monitor = False
         log.warning(
             "completions fall back to events, awaits will be slower",
             device=self.device.properties.label,
@@ -257,7 +259,7 @@ class Engine:
                 site = self.kernels.site(kernel, geometry)
                 operation.plan, operation.prepared = site.plan, site.prepare(args)
             except (Exception, asyncio.CancelledError) as error:  # whatever it was, the launch ends with it
-                self.lanes.stop(operation, error)
+                self.lanes.stop(operation, self.lanes.dead or error)
             else:
                 self.lanes.release(operation)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -58,6 +59,18 @@ class Barrier:
 
     async def run(self, call: Callable[[], _T], executor: Executor) -> _T:
         """Run ``call`` on ``executor`` while nothing is in flight; returns or raises its outcome."""
+        async with self.alone():
+            # Shielded: the call cannot be stopped, and nothing may start before it has returned.
+            work = asyncio.get_running_loop().run_in_executor(executor, call)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])
+                raise
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Wait for the caller's turn, and until nothing is in flight; nothing starts before the end."""
         loop = asyncio.get_running_loop()
         turn = (loop, loop.create_future())
         with self._lock:
@@ -66,11 +79,13 @@ class Barrier:
         try:
             if not first:
                 await turn[1]
-            return await self._run_alone(loop, call, executor)
+            async with self._all_paused(loop):
+                yield
         finally:
             self._pass_on(turn)
 
-    async def _run_alone(self, loop: asyncio.AbstractEventLoop, call: Callable[[], _T], executor: Executor) -> _T:
+    @asynccontextmanager
+    async def _all_paused(self, loop: asyncio.AbstractEventLoop) -> AsyncIterator[None]:
         with self._lock:
             participants = list(self._participants)
         paused: dict[Participant, asyncio.Future[None]] = {}
@@ -81,13 +96,7 @@ class Barrier:
                     paused[participant] = future
             for participant, future in paused.items():
                 await self._until_idle(participant, future)
-            # Shielded: the call cannot be stopped, and nothing may start before it has returned.
-            work = loop.run_in_executor(executor, call)
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])
-                raise
+            yield
         finally:
             for participant in paused:
                 _call(participant, loop, participant.resume)
