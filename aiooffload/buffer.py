@@ -8,6 +8,7 @@ of the Lease lets go, so closing or collecting a Buffer never frees what the dev
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Generic, TypeVar
@@ -163,7 +164,7 @@ class Buffer:
                 raise UsageError(f"a slice of a Buffer has step 1, not {step}: it would not be contiguous")
             rows = max(stop - start, 0)
             return Buffer(self.allocation, self.offset + start * row_nbytes, (rows, *self.shape[1:]), self.dtype)
-        index = key.__index__()
+        index = operator.index(key)
         if not -self.shape[0] <= index < self.shape[0]:
             raise IndexError(f"index {index} is outside the first dimension of {self.shape}")
         return Buffer(self.allocation, self.offset + index % self.shape[0] * row_nbytes, self.shape[1:], self.dtype)
@@ -172,6 +173,8 @@ class Buffer:
         """Return the same bytes as another dtype; the last dimension changes with the item size."""
         self.check_open()
         new = np.dtype(dtype)
+        if new.hasobject or new.itemsize == 0:
+            raise UsageError(f"a buffer cannot be viewed as {new!r}")
         if new.itemsize == self.dtype.itemsize:
             return Buffer(self.allocation, self.offset, self.shape, new)
         last = (self.shape[-1] if self.shape else 1) * self.dtype.itemsize

@@ -60,6 +60,8 @@ class Parameter:
             raise UsageError(f"argument {self.name} is an array: pass a Buffer, not {type(value).__name__}")
         if self.dtype is not None:
             return scalar(value, self.dtype, f"argument {self.name}")
+        if isinstance(value, np.ndarray) and value.shape == ():
+            value = value[()]
         if isinstance(value, np.generic):
             return value
         raise UsageError(
@@ -133,9 +135,12 @@ def _parameter(name: str, annotation: Any) -> Parameter:
             (element,) = get_args(get_args(base)[1])
             return Parameter(name, None if element is _T else np.dtype(element), access)
     try:
-        return Parameter(name, np.dtype(annotation), None)
+        dtype = np.dtype(annotation)
     except TypeError:
-        raise UsageError(f"annotation {annotation!r} of {name} is neither a NumPy type nor ao.In/Out/InOut") from None
+        dtype = np.dtype(object)
+    if dtype.hasobject:  # NumPy takes any class for one
+        raise UsageError(f"annotation {annotation!r} of {name} is neither a NumPy type nor ao.In/Out/InOut")
+    return Parameter(name, dtype, None)
 
 
 class Launch(Protocol):

@@ -80,6 +80,13 @@ class Offload:
         max_pending: int = 65_536,
         lane_depth: int = 128,
     ) -> None:
+        # None before it was entered, and in a forked child.
+        self._engine: Engine | None = None
+        self._launcher: Launcher | None = None
+        self._state = "was not entered yet: use `async with`"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if any(type(number) is not int for number in (lanes, max_pending, lane_depth)):
+            raise UsageError("lanes, max_pending and lane_depth are integers")
         if not 1 <= lanes <= 256:
             raise UsageError(f"lanes is 1 to 256, not {lanes}")
         if wake not in ("hybrid", "interrupt", "poll"):
@@ -98,11 +105,6 @@ class Offload:
             "max_pending": max_pending,
             "depth": lane_depth,
         }
-        # None before it was entered and after it was closed, and in a forked child.
-        self._engine: Engine | None = None
-        self._launcher: Launcher | None = None
-        self._state = "was not entered yet: use `async with`"
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- opening and closing ---------------------------------------------------------------
 
@@ -174,11 +176,7 @@ class Offload:
         """Raise the UsageError that says what is wrong with this caller, if anything is."""
         if self._engine is None:
             raise (ClosedError if "closed" in self._state else UsageError)(f"this Offload {self._state}")
-        if _get_running_loop() is not self._loop:
-            raise UsageError(
-                "this Offload belongs to another event loop or thread: call it there, for example through "
-                "asyncio.run_coroutine_threadsafe(coroutine, loop)"
-            )
+        self._engine.check_caller()
 
     # -- launching -------------------------------------------------------------------------
 
@@ -288,7 +286,7 @@ class Offload:
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
         """Allocate device memory and submit its clearing; later uses come after it."""
         buffer = self.empty(shape, dtype)
-        self.fill(buffer, np.zeros((), buffer.dtype)[()])
+        self._fill(buffer, b"\0", (), None)
         return buffer
 
     async def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> PinnedArray:
@@ -348,6 +346,7 @@ class Offload:
         after, lane
             As for :meth:`launch`.
         """
+        self._check_buffers(buffer)
         target = np.empty(buffer.shape, buffer.dtype) if out is None else out
         array = target.array if isinstance(target, PinnedArray) else target
         if array.shape != buffer.shape or array.dtype != buffer.dtype:
@@ -389,12 +388,16 @@ class Offload:
         Raises UsageError if the dtype cannot hold ``value`` or is not 1, 2, 4, 8 or 16 bytes wide
         (other widths can be filled with zero bytes only).
         """
-        engine = self._check_buffers(buffer)
+        self._check_buffers(buffer)
         pattern = scalar(value, buffer.dtype, "the value").tobytes()
         if not any(pattern):
             pattern = b"\0"
         elif len(pattern) not in (1, 2, 4, 8, 16):
             raise UsageError(f"a dtype of {len(pattern)} bytes can be filled with zeros only")
+        return self._fill(buffer, pattern, after, lane)
+
+    def _fill(self, buffer: Buffer, pattern: bytes, after: Iterable[After], lane: Lane | None) -> Operation[None]:
+        engine = self._open_engine()
         operation: Operation[None] = Operation(engine.loop, engine, "fill")
         engine.copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
         engine.submit(operation, [(buffer, True)], after, lane)

@@ -37,6 +37,9 @@ class LaneLike(Protocol):
 class OperationOwner(Protocol):
     """What an operation asks of the engine that made it."""
 
+    def check_caller(self) -> None:
+        """Raise UsageError unless the caller is on the loop that owns it."""
+
     def progress(self) -> int:
         """Look at the device once and finish what has arrived."""
 
@@ -79,6 +82,7 @@ class Operation(_native.Operation, Generic[_T]):
     def done(self) -> bool:
         """Whether it is done. Looks at the device, so a loop that polls without yielding progresses."""
         if not self.finished:
+            self.owner.check_caller()
             self.owner.progress()
         return self.finished
 

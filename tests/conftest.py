@@ -109,6 +109,22 @@ async def loop_errors() -> list[dict[str, Any]]:
 
 # Devices.
 
+
+@pytest.fixture(scope="session")
+def driver_is_up() -> None:
+    """Open the GPU's driver once; what it keeps open from then on is no test's leak."""
+    from tests.gpu.support import open_driver
+
+    open_driver()
+
+
+@pytest.fixture(autouse=True)
+def _driver_opened_before(request: pytest.FixtureRequest) -> None:
+    """Before a GPU test, whichever of them is the first."""
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("driver_is_up")
+
+
 # In another process, since a driver reads its environment once, when it is initialised.
 PROBE = """
 import ctypes

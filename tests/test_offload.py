@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,7 @@ async def test_collector_on_another_thread(device_label: str) -> None:
             while not stop.is_set():
                 for box in boxes:
                     box.clear()
+                time.sleep(0)
 
         thread = threading.Thread(target=clear)
         thread.start()

@@ -7,6 +7,8 @@ Everything here runs on the loop's thread. There is one way out, :meth:`Engine.a
 from __future__ import annotations
 
 import asyncio
+import os
+from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from inspect import isawaitable
@@ -157,7 +159,8 @@ class Engine:
             executor.shutdown(wait=False)
             raise
         barrier.join(engine)
-        loss.join(engine)
+        if device.properties.process_wide_faults:
+            loss.join(engine)
         try:
             await engine._prepare()
         except BaseException:
@@ -338,6 +341,14 @@ class Engine:
             timeout_s, lambda: self.cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
         )
         operation.add_done_callback(lambda _: handle.cancel())
+
+    def check_caller(self) -> None:
+        """Raise UsageError unless the caller runs on the loop that owns this engine."""
+        if _get_running_loop() is not self.loop:
+            raise UsageError(
+                "this belongs to another event loop, thread or process: use it on its loop, for example through "
+                "asyncio.run_coroutine_threadsafe(coroutine, loop)"
+            )
 
     def fail_dependent(self, operation: Operation[Any]) -> None:
         """The mark of ``operation`` arrived, and something it came after has failed meanwhile."""
@@ -545,3 +556,20 @@ def _closed() -> OffloadError:
 
 def _terminated() -> OffloadError:
     return ClosedError("the Offload was terminated")
+
+
+def _disown_in_child() -> None:
+    """A forked child has none of the parent's threads and must not call its driver: nothing works, nothing is freed."""
+    for engine in barrier.after_fork():
+        assert isinstance(engine, Engine)
+        engine.refusal = _inherited
+        engine.launcher.ready = False
+        engine.memory.lose()
+    loss.after_fork()
+
+
+def _inherited() -> OffloadError:
+    return UsageError("this Offload belongs to the parent process: open a new one in the child")
+
+
+os.register_at_fork(after_in_child=_disown_in_child)

@@ -50,6 +50,11 @@ class Loss:
         with self._lock:
             self._engines.add(engine)
 
+    def after_fork(self) -> None:
+        """Forget the parent's engines. A loss stays: the child's copy of the driver is of no use either."""
+        self._lock = threading.Lock()
+        self._engines = weakref.WeakSet()
+
     def latch(self, error: DeviceLostError, here: Losable) -> None:
         """Note the loss and tell every other engine of the process, each on its own loop."""
         with self._lock:

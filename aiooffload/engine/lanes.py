@@ -238,8 +238,19 @@ class Lanes:
             operation.finish(failure=error)
             self._on_lost(error)
         except OffloadError as error:
-            operation.finish(failure=error)
+            self._enqueue_refused(operation, lane, error)
         self.release_followers(operation)
+
+    def _enqueue_refused(self, operation: Operation[Any], lane: Lane, error: OffloadError) -> None:
+        """The driver refused a part of it: it fails once what went before that part is done."""
+        operation.failure = error
+        operation.requires = None
+        operation.steps = lambda stream: None
+        try:
+            self._enqueue_marked(operation, lane)
+        except DeviceLostError as lost:
+            operation.finish(failure=lost)
+            self._on_lost(lost)
 
     def _enqueue_marked(self, operation: Operation[Any], lane: Lane) -> None:
         queue, stream, marks = lane.queue, lane.stream, self._completion.marks

@@ -57,6 +57,12 @@ class Barrier:
         with self._lock:
             self._participants.pop(participant, None)
 
+    def after_fork(self) -> list[Participant]:
+        """Forget the parent's participants, of which the child has copies that do nothing; return them."""
+        inherited = list(self._participants)
+        self.__init__()  # type: ignore[misc]  # the lock may be held by a thread that the child does not have
+        return inherited
+
     async def run(self, call: Callable[[], _T], executor: Executor) -> _T:
         """Run ``call`` on ``executor`` while nothing is in flight; returns or raises its outcome."""
         async with self.alone():

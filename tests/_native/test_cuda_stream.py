@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiooffload._native import CudaEvent, CudaStream, Word, cuda_initialise
+from aiooffload._native import CudaEvent, CudaStream, LaunchPlan, Operation, Word, cuda_initialise
 
 # In a process of its own: what is initialised in this one stays so.
 UNINITIALISED = """
@@ -226,8 +226,9 @@ def test_the_drivers_refusals_become_the_given_exceptions(device: Any, stream: C
 
     cuda_initialise(error)
     try:
+        plan = LaunchPlan("nothing", 0, None, (1, 1, 1), (1, 1, 1), 0, None, False)  # no function
         with pytest.raises(KeyError):
-            stream.enqueue_copy(1, 1, 8)  # no addresses of anything
+            stream.enqueue_kernel(plan, b"", Operation(None), 0)  # type: ignore[arg-type]
     finally:
         cuda_initialise(status_error)
-    assert seen == [("cuMemcpyAsync", 1)]
+    assert seen == [("cuLaunchKernel", 400)]

@@ -1,4 +1,4 @@
-"""What the GPU tests share: kernels, the fixture that opens the driver once, and cases in their own process.
+"""What the GPU tests share: kernels, what opens the driver once, and cases in their own process.
 
 What may hang, loses the device, or brings torch or CuPy in runs as a *case*: a coroutine function of a
 ``*_cases.py`` module, run by :func:`run_case` in a process with a time limit of its own.
@@ -176,8 +176,7 @@ def descriptor_count() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture(scope="session")
-def driver_is_up() -> None:
+def open_driver() -> None:
     """Open and close an Offload before the first test: what a driver opens for good is no test's leak.
 
     In a thread of its own and not on a loop's, because the first import of the bindings reads files.

@@ -385,15 +385,15 @@ async def test_kernel_from_ptx(off: ao.Offload, end: bytes) -> None:
     assert await word(off, out) == 21
 
 
-def compiled(off: ao.Offload) -> bytes:
+def compiled(arch: str) -> bytes:
     from aiooffload.drivers.cuda.compiler import compile_source
 
-    return compile_source(STORE, "sm_{}{}".format(*off.properties.compute_capability), {})
+    return compile_source(STORE, arch, {})
 
 
 async def test_kernel_from_cubin(off: ao.Offload) -> None:
     """image= takes a cubin."""
-    image = await asyncio.to_thread(compiled, off)
+    image = await asyncio.to_thread(compiled, "sm_{}{}".format(*off.properties.compute_capability))
     kernel, out = ao.Kernel("store", image=image), off.zeros(1, np.uint64)
     await off.launch(kernel, grid=1, block=1, args=(out, np.uint64(22)))
     assert await word(off, out) == 22
@@ -403,7 +403,7 @@ async def test_kernel_from_cuda_core(off: ao.Offload) -> None:
     """A kernel that cuda.core loaded is launched as it is, and may still be used by its owner."""
     from cuda.core import ObjectCode
 
-    image = await asyncio.to_thread(compiled, off)
+    image = await asyncio.to_thread(compiled, "sm_{}{}".format(*off.properties.compute_capability))
     core = ObjectCode.from_cubin(image, name="mine").get_kernel("store")
     kernel, out = ao.Kernel.from_core(core, "store"), off.zeros(1, np.uint64)
     for value in (23, 24):

@@ -139,6 +139,8 @@ class CudaDevice:
     def trim(self) -> None:
         """Give what the pool keeps back to the device."""
         with self._current():
+            # Waits for frees alone, and what was freed counts as kept only after it.
+            unwrap("cuStreamSynchronize", driver.cuStreamSynchronize(self._memory_stream.handle))
             unwrap("cuMemPoolTrimTo", driver.cuMemPoolTrimTo(self._pool, 0))
 
     def memory_info(self) -> tuple[int, int]:

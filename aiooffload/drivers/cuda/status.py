@@ -144,6 +144,10 @@ STATUSES: Final[dict[int, tuple[str, type[DriverError]]]] = {
 """Code to (the driver's name, error class)."""
 
 
+MARK: Final = "cuStreamBatchMemOp"
+"""The call that enqueues a completion mark."""
+
+
 def status_name(code: int) -> str:
     """Return the driver's name of a status."""
     return STATUSES[code][0] if code in STATUSES else f"CUDA_ERROR_{code}"
@@ -152,6 +156,9 @@ def status_name(code: int) -> str:
 def status_error(operation: str, code: int, detail: str = "") -> DriverError:
     """Return the error for a failed driver call; a status this table does not know is a DriverError."""
     name, kind = STATUSES.get(code, (f"CUDA_ERROR_{code}", DriverError))
+    if operation == MARK:
+        # Work was enqueued that nothing will ever report: its memory can never be used again.
+        kind = DeviceLostError
     text = f"{operation} failed with {name} ({code})"
     return kind(f"{text}: {detail}" if detail else text, operation=operation, status=name, code=code)
 

@@ -12,15 +12,13 @@ import pytest
 from aiooffload.drivers.api import Device
 from aiooffload.errors import CompileError, OutOfMemoryError, UsageError
 from tests.drivers.support import SCALE_ADD, STORE, Kernel, Rig, load_all, open_rig, until
-from tests.gpu.support import PTX_STORE, driver_is_up
+from tests.gpu.support import PTX_STORE
 
 pytestmark = pytest.mark.gpu
 
-__all__ = ["driver_is_up"]  # a fixture, which has to be in this module to be used here
-
 
 @pytest.fixture
-def device(driver_is_up: None) -> Iterator[Device]:
+def device() -> Iterator[Device]:
     from aiooffload.drivers.cuda import open_device
 
     opened = open_device(0)
