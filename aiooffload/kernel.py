@@ -178,6 +178,8 @@ class Kernel:
         ``{"use_fast_math": True}``.
     signature
         Parameters; by default those of ``host``.
+    core
+        A ``cuda.core`` kernel that is loaded already, instead of source or an image.
 
     Notes
     -----

@@ -349,6 +349,8 @@ class Offload:
         self._check_buffers(buffer)
         target = np.empty(buffer.shape, buffer.dtype) if out is None else out
         array = target.array if isinstance(target, PinnedArray) else target
+        if not isinstance(array, np.ndarray):
+            raise UsageError(f"out is a NumPy array or a PinnedArray, not {type(array).__name__}")
         if array.shape != buffer.shape or array.dtype != buffer.dtype:
             raise UsageError(
                 f"out has shape {array.shape} and dtype {array.dtype}, the buffer {buffer.shape} and {buffer.dtype}"

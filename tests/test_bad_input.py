@@ -205,7 +205,7 @@ async def test_kernel_name_not_in_the_module() -> None:
 async def test_source_that_does_not_compile() -> None:
     """Source that does not compile fails with CompileError, and the compiler's log is in it."""
     async with rig("cuda:0") as r:
-        kernel = ao.Kernel("k", cuda='extern "C" __global__ void k() { nonsense; }')
+        kernel = ao.Kernel("k", cuda='extern "C" __global__ void k() { nonsense; /* DOES NOT COMPILE */ }')
         with pytest.raises(ao.CompileError) as caught:
             await r.off.load(kernel)
         assert "nonsense" in caught.value.log

@@ -19,9 +19,10 @@ PACKAGE = ROOT / "aiooffload"
 
 # Modules without a test module of their own, each with the reason.
 UNTESTED = {
-    "_native/cuda_stream.c": "needs a device: the conformance tests in tests/drivers run it",
     "_native/host_stream.c": "the conformance tests in tests/drivers run it",
-    "drivers/api.py": "a contract: the conformance tests in tests/drivers hold every driver to it",
+    "drivers/host/function.py": "tests/drivers/host/test_device.py runs it",
+    "drivers/host/limited.py": "tests/drivers/host/test_device.py and tests/engine/test_selftest.py run it",
+    "drivers/host/memory.py": "tests/drivers/host/test_device.py runs it",
 }
 
 # What `import aiooffload` must not load: each costs time, or talks to a driver.

@@ -53,8 +53,6 @@ async def launches(off: ao.Offload, n: int) -> None:
     first = off.launch(saxpy, grid=(n + 255) // 256, block=256, args=(2.0, x, y, n))
     assert_type(first, ao.Operation[None])
     second = off.launch(clear, grid=(1, 1, 1), block=(32, 1, 1), args=(y,), after=[first], timeout_s=5.0)
-    bound = off.bind(saxpy, grid=1, block=256, args=(2.0, x, y, n))
-    assert_type(bound(a=3.0), ao.Operation[None])
     async with second:
         await second
     async with asyncio.TaskGroup() as group:

@@ -27,7 +27,7 @@ from aiooffload.drivers.host.function import HostFunction, HostLaunch
 from aiooffload.errors import ClosedError, DeviceUnavailableError, DriverError, OutOfMemoryError, UsageError
 from tests.drivers.support import DEADLINE_S, STORE, Kernel, Lane, Rig, give_way, load_all, open_rig, until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
