@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 __all__ = ["load_log", "log"]
@@ -13,12 +14,18 @@ def load_log() -> None:
 
 
 class _Log:
-    """Passes everything on to ``structlog.get_logger("aiooffload")``."""
+    """Passes everything on to structlog's logger ``"aiooffload"``.
+
+    Where the program has not configured structlog, lines go to standard error: standard output
+    belongs to the program.
+    """
 
     def __getattr__(self, name: str) -> Any:
         import structlog
 
-        return getattr(structlog.get_logger("aiooffload"), name)
+        if structlog.is_configured():
+            return getattr(structlog.get_logger("aiooffload"), name)
+        return getattr(structlog.wrap_logger(structlog.PrintLogger(sys.stderr)), name)
 
 
 log = _Log()
