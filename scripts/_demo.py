@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nscripts/demo: stopped", file=sys.stderr)
         return 130
+    if not result.files:
+        print(f"scripts/demo: nothing to scan under {root}: no files that can be read", file=sys.stderr)
+        return 2
     report(result, out)
     if options.json:
         write_json(options.json, figures(result, device))

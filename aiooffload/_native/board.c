@@ -7,6 +7,7 @@
 
 #define EXACT_NS 20000     /* a look this soon after the last one saw the end as it happened; */
 #define EXACT_SHARE 64     /* or within this fraction of the duration */
+#define MOST_TOGETHER 8    /* tiny operations put on one lane while others are idle */
 #define BATCH 256          /* operations finished per scan, so that the list fits on the stack */
 #define MAX_SPIN_LANES 256 /* lanes watched while spinning; more are looked at between spins */
 
@@ -24,6 +25,8 @@ void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
     self->board->pushed++;
     self->board->progress_ns = started_ns;
     op->sequence = self->issued;
+    op->tiny = op->plan && ao_plan_is_tiny((AoPlan *)op->plan);
+    if (!op->tiny) self->heavy++;
     Py_XSETREF(op->queue, Py_NewRef(self));
 }
 
@@ -54,6 +57,7 @@ static AoOperation *queue_pop(AoQueue *self) {
     self->ring[self->head] = NULL;
     self->head = (self->head + 1) % self->depth;
     self->in_flight--;
+    if (!op->tiny) self->heavy--;
     if (self->board) self->board->in_flight--;
     return op;
 }
@@ -232,7 +236,21 @@ static PyObject *board_poll(AoBoard *self, PyObject *const *args, Py_ssize_t nar
     return PyLong_FromSsize_t(count);
 }
 
-Py_ssize_t ao_board_pick(AoBoard *self, Py_ssize_t first, Py_ssize_t last) {
+/* A lane that is awake with a few tiny operations, or -1. Each of the host's lanes is a thread: spread
+ * over all of them, tiny kernels cost a wake and a turn with the interpreter apiece. */
+static Py_ssize_t pick_awake(const AoBoard *self, Py_ssize_t first, Py_ssize_t last) {
+    for (Py_ssize_t i = first; i < last; i++) {
+        const AoQueue *lane = ao_board_lane(self, i);
+        if (lane->in_flight && lane->in_flight < MOST_TOGETHER && lane->in_flight < lane->depth && !lane->heavy &&
+            !lane->load)
+            return i;
+    }
+    return -1;
+}
+
+Py_ssize_t ao_board_pick(AoBoard *self, Py_ssize_t first, Py_ssize_t last, const AoPlan *plan) {
+    Py_ssize_t awake = plan && ao_plan_is_tiny(plan) ? pick_awake(self, first, last) : -1;
+    if (awake >= 0) return awake;
     Py_ssize_t span = last - first, best = first, best_load = PY_SSIZE_T_MAX;
     Py_ssize_t i = self->rotate >= first && self->rotate < last ? self->rotate : first;
     for (Py_ssize_t k = 0; k < span && best_load > 0; k++) {
@@ -252,7 +270,7 @@ static PyObject *board_pick(AoBoard *self, PyObject *const *args, Py_ssize_t nar
         PyErr_SetString(PyExc_ValueError, "pick(first, last) takes a range of lanes that is not empty");
         return NULL;
     }
-    return PyLong_FromSsize_t(ao_board_pick(self, first, last));
+    return PyLong_FromSsize_t(ao_board_pick(self, first, last, NULL));
 }
 
 static PyObject *board_add(AoBoard *self, PyObject *args, PyObject *kwargs) {

@@ -417,9 +417,11 @@ static void keep_failure(AoOperation *operation) {
  * the operation's last reference is not dropped on this thread. */
 static void run_kernel(HostStream *self, const Command *c) {
     /* What must not start runs nothing: its mark says that it is over, the board why. */
+    int64_t began = ao_now_ns();
     PyObject *result = ao_requires_failed(c->kernel.operation)
                            ? Py_NewRef(Py_None)
                            : PyObject_Call(c->kernel.plan->callable, c->kernel.prepared, NULL);
+    ao_plan_ran(c->kernel.plan, ao_now_ns() - began);
     if (result) Py_DECREF(result);
     else keep_failure(c->kernel.operation);
     uint64_t sequence = c->kernel.sequence;

@@ -173,7 +173,8 @@ static PyObject *launcher_launch(Launcher *self, PyObject *const *args, Py_ssize
         if (PyErr_Occurred()) return NULL;
         Py_RETURN_NONE;
     }
-    AoQueue *lane = ao_board_lane(self->board, ao_board_pick(self->board, 0, PyList_GET_SIZE(self->board->lanes)));
+    AoPlan *plan = (AoPlan *)PyTuple_GET_ITEM(site, 0);
+    AoQueue *lane = ao_board_lane(self->board, ao_board_pick(self->board, 0, PyList_GET_SIZE(self->board->lanes), plan));
     if (lane->in_flight == lane->depth || !lane->stream) Py_RETURN_NONE;
     Py_INCREF(site); /* enqueuing may run other code, which may replace it */
     PyObject *prepared = prepare(site, args[3]), *result = NULL;

@@ -54,12 +54,18 @@ typedef struct {
     uint32_t samples;
     double recent_ns[AO_PLAN_WINDOW];
     double median_ns;         /* of the known ones */
+    /* What a host stream measured of the call alone; its thread updates it, with the interpreter. */
+    double run_ns;
+    uint32_t runs;
     int probes;               /* censored samples since the last exact one */
     int steady;               /* whether they are close enough together to predict from */
 } AoPlan;
 extern PyTypeObject AoPlan_Type;
 void ao_plan_record(AoPlan *plan, int64_t duration_ns);
 void ao_plan_record_between(AoPlan *plan, int64_t lower_ns, int64_t upper_ns);
+void ao_plan_ran(AoPlan *plan, int64_t run_ns);
+/* Whether it is a host kernel so short that waking another thread for it costs more than it does. */
+int ao_plan_is_tiny(const AoPlan *plan);
 /* Expected duration in ns, or 0 while too few or too scattered samples are known. */
 int64_t ao_plan_expected(const AoPlan *plan);
 
@@ -82,6 +88,7 @@ typedef struct {
     PyObject *queue;          /* the AoQueue it was pushed to, or NULL */
     uint64_t sequence;        /* its mark on that lane; meaningless while queue is NULL */
     int64_t submitted_ns, finished_ns;
+    char tiny;                /* as of its push: see AoQueue.heavy */
     char finished;            /* goes from 0 to 1 once; nothing below `keep` changes afterwards */
     char looked;              /* somebody saw the failure */
 } AoOperation;
@@ -108,6 +115,7 @@ typedef struct AoQueue {
     AoOperation **ring;       /* strong references */
     int64_t *started_ns;      /* per ring place: when it was pushed */
     int64_t last_done_ns;     /* when the lane last completed something */
+    uint32_t heavy;           /* in flight and not tiny */
     Py_ssize_t load;          /* operations queued for it on the host */
     PyObject *stream, *lane;  /* what it belongs to; NULL until attach() */
     struct AoBoard *board;    /* borrowed: the board outlives its queues' use, it empties them when it goes */
@@ -128,8 +136,9 @@ extern PyTypeObject AoQueue_Type, AoBoard_Type;
 static inline AoQueue *ao_board_lane(const AoBoard *board, Py_ssize_t i) {
     return (AoQueue *)PyList_GET_ITEM(board->lanes, i);
 }
-/* Index of the least busy lane of [first, last), which is not empty. */
-Py_ssize_t ao_board_pick(AoBoard *board, Py_ssize_t first, Py_ssize_t last);
+/* Index of the least busy lane of [first, last), which is not empty; for a tiny plan rather one that is
+ * awake with tiny work. `plan` may be NULL. */
+Py_ssize_t ao_board_pick(AoBoard *board, Py_ssize_t first, Py_ssize_t last, const AoPlan *plan);
 /* The mark issued + 1 of a lane that has room was enqueued for `op`. */
 void ao_queue_push(AoQueue *queue, AoOperation *op, int64_t started_ns);
 

@@ -64,6 +64,18 @@ int64_t ao_plan_expected(const AoPlan *plan) {
     return plan->median_ns > 1.0 ? (int64_t)plan->median_ns : 1;
 }
 
+#define TINY_NS 10000.0
+#define TINY_RUNS 16       /* calls of which the longest counts: one that ever took longer is not tiny */
+
+/* The longest run, forgotten slowly: a kernel that sometimes waits must not count as tiny in between. */
+void ao_plan_ran(AoPlan *plan, int64_t run_ns) {
+    double faded = plan->run_ns * 0.99;
+    plan->run_ns = (double)run_ns > faded ? (double)run_ns : faded;
+    if (plan->runs < UINT32_MAX) plan->runs++;
+}
+
+int ao_plan_is_tiny(const AoPlan *plan) { return plan->runs >= TINY_RUNS && plan->run_ns < TINY_NS; }
+
 static int triple(PyObject *value, unsigned out[3], const char *what) {
     if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != 3) {
         PyErr_Format(PyExc_TypeError, "%s is a tuple of 3 integers", what);

@@ -427,6 +427,19 @@ async def test_spread_over_lanes(device_label: str) -> None:
             await op
 
 
+async def test_tiny_host_kernels_share_an_awake_lane() -> None:
+    """Host kernels known to be tiny join a lane that is awake, up to 8 at a time; others spread."""
+    async with rig("host", lanes=4) as r:
+        for _ in range(2000):  # until no interruption by other threads counts any more
+            await r.launch(nothing)
+        ops = [r.launch(nothing) for _ in range(10)]
+        assert [op.lane.index for op in ops].count(ops[0].lane.index) == 8
+        spread = [r.launch(add, r.word(), 1, lane=None) for _ in range(4)]
+        assert len({op.lane.index for op in spread}) > 1
+        for op in (*ops, *spread):
+            await op
+
+
 async def test_lane_of_another_offload_is_refused(device_label: str) -> None:
     """A lane of another Offload raises UsageError, for launches and copies."""
     async with rig(device_label) as r, rig(device_label) as other:
