@@ -207,32 +207,54 @@ class Buffer:
         return f"<aiooffload.Buffer {self.dtype} {self.shape}{' closed' if self.closed else ''}>"
 
 
+class _Exporter:
+    """What a pinned array is a view of: its lease goes back when the last view is gone."""
+
+    __slots__ = ("__array_interface__", "_lease", "_mapping")
+
+    def __init__(self, lease: Lease[RegisteredMemory], nbytes: int) -> None:
+        self._lease = lease
+        self._mapping = lease.block.array  # stays mapped as long, even after the Offload has closed
+        data = (lease.block.host_address, False)
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": data}
+
+
 class PinnedArray:
     """Host memory that copies use without staging. Made by ``await off.pinned(shape, dtype)``.
 
     Attributes
     ----------
     array
-        The memory as a NumPy array, C order. Do not touch it after ``close()``.
+        The memory as a NumPy array, C order; raises ClosedError once closed.
 
     Notes
     -----
-    The memory goes back to the Offload's pool on ``close()``, once no copy uses it, and to the
-    system when the Offload closes.
+    *Ordering.* Copies from and to it are ordered like operations on a Buffer.
+    *Lifetime.* The memory goes back to the Offload's pool when it was closed or collected, the last
+    array made from it is gone and no copy uses it.
     """
 
-    __slots__ = ("__weakref__", "array", "lease")
+    __slots__ = ("__weakref__", "_array", "history", "lease")
 
     def __init__(self, lease: Lease[RegisteredMemory], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         # None once closed. Operations in flight have their own reference.
         self.lease: Lease[RegisteredMemory] | None = lease
-        nbytes = math.prod(shape) * dtype.itemsize
-        self.array: NDArray[Any] = lease.block.array[:nbytes].view(dtype).reshape(shape)
+        self.history: Final[History[Operation[Any]]] = History()
+        whole = np.asarray(_Exporter(lease, lease.block.nbytes))
+        self._array: NDArray[Any] | None = whole[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The memory as a NumPy array; raises ClosedError once closed."""
+        if self._array is None:
+            raise ClosedError("the pinned array was closed")
+        return self._array
 
     def close(self) -> None:
         """Give the memory back to the pool; idempotent, never waits."""
         self.lease = None
+        self._array = None
 
     def __repr__(self) -> str:
-        state = " closed" if self.lease is None else ""
-        return f"<aiooffload.PinnedArray {self.array.dtype} {self.array.shape}{state}>"
+        what = "closed" if self._array is None else f"{self._array.dtype} {self._array.shape}"
+        return f"<aiooffload.PinnedArray {what}>"

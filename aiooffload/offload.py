@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from aiooffload.buffer import Buffer, PinnedArray
+from aiooffload.buffer import Allocation, Buffer, PinnedArray
 from aiooffload.engine.engine import After, Engine
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Offload"]
 
-_forked: weakref.WeakSet[Offload] = weakref.WeakSet()
+_entered: weakref.WeakSet[Offload] = weakref.WeakSet()
 
 
 class Offload:
@@ -89,6 +89,8 @@ class Offload:
             raise UsageError("lanes, max_pending and lane_depth are integers")
         if not 1 <= lanes <= 256:
             raise UsageError(f"lanes is 1 to 256, not {lanes}")
+        if not isinstance(device, str):
+            raise UsageError(f'device is a label such as "auto", "cuda:0" or "host", not {device!r}')
         if wake not in ("hybrid", "interrupt", "poll"):
             raise UsageError(f'wake is "hybrid", "interrupt" or "poll", not {wake!r}')
         if ordering not in ("program", "explicit"):
@@ -109,17 +111,21 @@ class Offload:
     # -- opening and closing ---------------------------------------------------------------
 
     async def __aenter__(self) -> Offload:
-        if self._engine is not None:
-            raise UsageError("this Offload was entered already")
         return await self._enter(self._device)
 
     async def _enter(self, device: Device | str) -> Offload:
         """Enter with a device's label, or with one that was opened already."""
+        if self._loop is not None:
+            raise UsageError("this Offload was entered already")
         self._loop = asyncio.get_running_loop()
-        self._engine = await Engine.open(device, **self._options)
+        try:
+            self._engine = await Engine.open(device, **self._options)
+        except BaseException:
+            self._loop = None
+            raise
         self._launcher = self._engine.launcher
         self._state = ""
-        _forked.add(self)
+        _entered.add(self)
         return self
 
     async def __aexit__(
@@ -156,7 +162,7 @@ class Offload:
 
     def _finish(self, state: str) -> None:
         self._state = state
-        _forked.discard(self)
+        _entered.discard(self)
 
     def __del__(self) -> None:
         if self._engine is not None and not self._state:
@@ -260,8 +266,7 @@ class Offload:
         until what is in flight in the process is done (loading would wait for it anyway).
         """
         engine = self._open_engine()
-        if engine.refusal is not None:
-            raise engine.refusal()
+        engine.check_open()
         for kernel in kernels:
             load = engine.kernels.load(kernel)
             try:
@@ -279,8 +284,7 @@ class Offload:
         Raises OutOfMemoryError (free something and try again; the Offload stays usable).
         """
         engine = self._open_engine()
-        if engine.refusal is not None:
-            raise engine.refusal()
+        engine.check_open()
         return engine.memory.empty(shape, dtype)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
@@ -292,8 +296,7 @@ class Offload:
     async def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> PinnedArray:
         """Return pinned host memory of undefined content; copies to and from it need no staging."""
         engine = self._open_engine()
-        if engine.refusal is not None:
-            raise engine.refusal()
+        engine.check_open()
         return await engine.memory.pinned(shape, dtype, lambda nbytes: engine.offload(engine.memory.register, nbytes))
 
     # -- copying ---------------------------------------------------------------------------
@@ -402,7 +405,7 @@ class Offload:
         engine = self._open_engine()
         operation: Operation[None] = Operation(engine.loop, engine, "fill")
         engine.copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
-        engine.submit(operation, [(buffer, True)], after, lane)
+        engine.submit(operation, [(buffer.allocation, True)], after, lane)
         return operation
 
     def _to_device(
@@ -417,13 +420,14 @@ class Offload:
         engine = self._check_buffers(dst)
         operation: Operation[Any] = Operation(engine.loop, engine, name)
         data = _host_bytes(src, dst, writes=False)
+        uses: list[tuple[Allocation | PinnedArray, bool]] = [(dst.allocation, True)]
         if isinstance(src, PinnedArray):
-            operation.keep = src.lease
+            uses.append((src, False))
             engine.copies.pinned_to_device(operation, dst, src)
             operation.arrival = lambda op: op.finish(result)
         else:
             engine.copies.host_to_device(operation, dst, data, result)
-        engine.submit(operation, [(dst, True)], after, lane, keep=src)
+        engine.submit(operation, uses, after, lane, keep=src)
         return operation
 
     def _to_host(
@@ -438,13 +442,14 @@ class Offload:
         engine = self._check_buffers(src)
         operation: Operation[Any] = Operation(engine.loop, engine, name)
         data = _host_bytes(dst, src, writes=True)
+        uses: list[tuple[Allocation | PinnedArray, bool]] = [(src.allocation, False)]
         if isinstance(dst, PinnedArray):
-            operation.keep = dst.lease
+            uses.append((dst, True))
             engine.copies.device_to_pinned(operation, dst, src)
             operation.arrival = lambda op: op.finish(result)
         else:
             engine.copies.device_to_host(operation, data, src, result)
-        engine.submit(operation, [(src, False)], after, lane, keep=dst)
+        engine.submit(operation, uses, after, lane, keep=dst)
         return operation
 
     def _on_device(self, dst: Buffer, src: Buffer, after: Iterable[After], lane: Lane | None) -> Operation[None]:
@@ -455,7 +460,7 @@ class Offload:
             raise UsageError("source and destination overlap")
         operation: Operation[None] = Operation(engine.loop, engine, "copy")
         engine.copies.device_to_device(operation, dst, src)
-        engine.submit(operation, [(dst, True), (src, False)], after, lane)
+        engine.submit(operation, [(dst.allocation, True), (src.allocation, False)], after, lane)
         return operation
 
     def _check_buffers(self, *buffers: Buffer) -> Engine:
@@ -536,9 +541,9 @@ def _host_bytes(array: NDArray[Any] | PinnedArray, buffer: Buffer, *, writes: bo
 
 def _after_fork_in_child() -> None:
     """A child has no threads of the parent and must not call its driver: every Offload is unusable."""
-    for offload in list(_forked):
+    for offload in list(_entered):
         offload._engine = offload._launcher = None
-        offload._state = "belongs to the parent process: open a new one in the child, before or without forking"
+        offload._state = "belongs to the parent process: open a new one in the child"
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -74,6 +74,7 @@ int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure) {
     if (!op->finished_ns) op->finished_ns = ao_now_ns(); /* the board sets it when it saw the mark */
     PyObject *waiters = op->waiters, *callbacks = op->callbacks, *keep = op->keep, *arrival = op->arrival;
     op->waiters = op->callbacks = op->keep = op->arrival = NULL;
+    Py_CLEAR(op->requires); /* or a chain of operations keeps all of them */
     int status = 1;
     if (waiters && wake_waiters(waiters) < 0) status = -1;
     for (Py_ssize_t i = 0; status > 0 && callbacks && i < PyList_GET_SIZE(callbacks); i++) {

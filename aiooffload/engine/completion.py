@@ -31,7 +31,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from aiooffload._native import Board, Timer, Word, now_ns, timer_slack
-from aiooffload.errors import DeviceLostError
+from aiooffload.engine.health import as_loss
+from aiooffload.errors import DeviceLostError, DriverError
 from aiooffload.rules.wake import Wake, WakePolicy
 
 if TYPE_CHECKING:
@@ -71,10 +72,17 @@ class EventMarks:
         # Per lane, oldest first: the event after an operation and the sequence it stands for.
         self._pending: dict[Word, deque[tuple[Event, int]]] = {}
 
+    def reserve(self) -> None:
+        """Make sure that the next mark needs no new event."""
+        if not self._free:
+            self._free.append(self._create())
+
     def enqueue(self, stream: Stream, slot: Word, sequence: int) -> None:
         """Enqueue the mark ``sequence`` of the lane with ``slot``."""
-        event = self._free.pop() if self._free else self._create()
+        self.reserve()
+        event = self._free[-1]
         stream.enqueue_record(event)
+        self._free.pop()
         self._pending.setdefault(slot, deque()).append((event, sequence))
 
     def look(self) -> None:
@@ -192,8 +200,8 @@ class Completion:
         assert self.marks is not None
         try:
             self.marks.look()
-        except DeviceLostError as error:
-            self._on_lost(error)
+        except DriverError as error:
+            self._on_lost(as_loss(error))
 
     def _decide(self) -> None:
         """Nothing has arrived: how to find the next completion."""
@@ -215,8 +223,8 @@ class Completion:
         """Arm the monitor; True if something arrived meanwhile, and it was not armed."""
         try:
             return self.arm()
-        except DeviceLostError as error:
-            self._on_lost(error)
+        except DriverError as error:
+            self._on_lost(as_loss(error))
             return False
 
     def arm(self) -> bool:

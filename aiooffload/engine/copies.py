@@ -239,7 +239,7 @@ class Copies:
                 if len(pieces) >= PIECES_IN_FLIGHT:
                     await pieces[-PIECES_IN_FLIGHT]
                 lease = await self._large.take()
-                await self._offload(np.copyto, lease.block.array[: part.stop - part.start], source[part])
+                await self._offload(_move, lease.block.array[: part.stop - part.start], source[part], lease)
                 if operation.stop is not None:
                     break
                 address = lease.block.device_address
@@ -269,7 +269,12 @@ class Copies:
 
     async def _move_out(self, piece: Operation[None], lease: Lease[StagingBlock], target: Bytes) -> None:
         await piece
-        await self._offload(np.copyto, target, lease.block.array[: target.nbytes])
+        await self._offload(_move, target, lease.block.array[: target.nbytes], lease)
+
+
+def _move(target: Bytes, source: Bytes, lease: Lease[StagingBlock]) -> None:
+    """Copy on a worker thread, which holds the lease until it has, whatever becomes of the task."""
+    np.copyto(target, source)
 
 
 async def _settle(waits: list[Any]) -> list[BaseException]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from asyncio import _get_running_loop
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -28,11 +28,13 @@ from aiooffload.engine.copies import (
 )
 from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
 from aiooffload.engine.lanes import Lane, Lanes, dependency_error, dependency_failure
-from aiooffload.engine.launches import Geometry, Kernels, buffers
+from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
 from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.memory import Memory
 from aiooffload.engine.selftest import selftest
+from aiooffload.engine.threads import DaemonExecutor
 from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, OffloadTimeout, UsageError, WouldBlock
+from aiooffload.kernel import Kernel
 from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
 from aiooffload.rules.ordering import unfinished
@@ -40,13 +42,15 @@ from aiooffload.rules.wake import WakeMode, WakePolicy
 
 if TYPE_CHECKING:
     from aiooffload._native import Word
-    from aiooffload.buffer import Buffer
+    from aiooffload.buffer import Allocation, PinnedArray
     from aiooffload.drivers.api import Device, RegisteredMemory
-    from aiooffload.kernel import Kernel
 
 __all__ = ["Engine"]
 
 _T = TypeVar("_T")
+_CLOSE_FAILED_S: Final = 5.0
+_calls: Final = DaemonExecutor()
+"""For calls that may wait for a device: opening, maintenance, closing."""
 After = Operation[Any] | Awaitable[Any]
 _WORD_STRIDE: Final = 64  # a cache line each, so that lanes do not disturb each other
 
@@ -97,7 +101,7 @@ class Engine:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_calls: list[Callable[[], None]] = []
         self._drains: list[asyncio.Future[None]] = []
-        self.memory: Final = Memory(device, self.loop, self)
+        self.memory: Final = Memory(device, self.loop, self, self.lose)
         self.board: Final = Board()
         words = self.memory.register((lanes + 1) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
@@ -126,6 +130,8 @@ class Engine:
             lanes = [self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth) for i in range(count)]
         except BaseException:
             self.completion.stop(lost=False)
+            for memory in self.memory.close():
+                device.unregister(memory)
             raise
         self.lanes = Lanes(self.board, lanes, self.completion, max_pending, self.lose, self._check_drained)
 
@@ -143,20 +149,17 @@ class Engine:
         """Open the device if it is a label, on a worker thread, make its engine and run the self-test."""
         faults = device != "host" if isinstance(device, str) else device.properties.process_wide_faults
         if loss.error is not None and faults:
-            raise loss.error
+            raise loss.error.with_traceback(None)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(_calls, load_log)
+        if isinstance(device, str):
+            device = await _open(loop, device)
         executor = ThreadPoolExecutor(2, thread_name_prefix="aiooffload-worker")
-        try:
-            await asyncio.get_running_loop().run_in_executor(executor, load_log)
-            if isinstance(device, str):
-                device = await asyncio.get_running_loop().run_in_executor(executor, open_device, device)
-        except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
         try:
             engine = cls(device, executor, **options)
         except BaseException:
-            await asyncio.get_running_loop().run_in_executor(executor, device.close)
             executor.shutdown(wait=False)
+            await loop.run_in_executor(_calls, device.close)
             raise
         barrier.join(engine)
         if device.properties.process_wide_faults:
@@ -164,7 +167,7 @@ class Engine:
         try:
             await engine._prepare()
         except BaseException:
-            await engine.aclose(0.0)
+            await engine.aclose(_CLOSE_FAILED_S)
             raise
         return engine
 
@@ -176,7 +179,8 @@ class Engine:
         self.copies = Copies(self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self)
         if not self.device.properties.memory_operations:
             self._fall_back("its streams cannot write or wait for words")
-            return
+            async with barrier.alone():  # what was going on when this engine joined did not pause it
+                return
         function = await self.maintain(self.device.selftest_function)
         async with barrier.alone():  # its armed wait and another's maintenance would wait for each other
             reason = await selftest(self.lanes.lanes, self.completion, self._look, function)
@@ -211,8 +215,13 @@ class Engine:
         timeout_s: float | None,
     ) -> Operation[None]:
         """Submit a launch that the launch path does not take; see ``Offload.launch``."""
-        if self.refusal is not None:
-            raise self.refusal()
+        self.check_open()
+        if not isinstance(kernel, Kernel):
+            raise UsageError(f"expected a Kernel, not {type(kernel).__name__}: make one with @ao.kernel")
+        if type(geometry[2]) is not int:
+            raise UsageError(f"shared_bytes is an integer, not {geometry[2]!r}")
+        if not isinstance(args, tuple):
+            raise UsageError(f"args is a tuple, not {type(args).__name__}")
         try:
             site = self.kernels.sites.get((kernel, *geometry))
         except TypeError:  # a list as grid or block
@@ -220,7 +229,7 @@ class Engine:
         if site is None:
             if not self.kernels.loaded(kernel):
                 return self._launch_after_load(kernel, geometry, args, after, lane, instant, timeout_s)
-            site = self.kernels.site(kernel, geometry)
+            site = self._plan(kernel, geometry)
         uses = buffers(kernel, args, self) if args else ()
         operation: Operation[None] = Operation(self.loop, self, kernel.name)
         operation.plan = site.plan
@@ -228,11 +237,19 @@ class Engine:
         self.submit(operation, uses, after, lane, instant, timeout_s, keep=args)
         return operation
 
+    def _plan(self, kernel: Kernel, geometry: Geometry) -> Site:
+        try:
+            return self.kernels.site(kernel, geometry)
+        except DeviceLostError as error:
+            self.lose(error)
+            raise
+
     def _refused(self, operation: Operation[Any], error: BaseException) -> None:
         """The driver refused a launch of the launch path: as in ``Lanes``, it is the operation's failure."""
-        operation.finish(failure=error)
         if isinstance(error, DeviceLostError):
             self.lose(error)
+            error = self.lost or error
+        operation.finish(failure=error)
 
     def _launch_after_load(
         self,
@@ -272,7 +289,7 @@ class Engine:
     def submit(
         self,
         operation: Operation[Any],
-        uses: Iterable[tuple[Buffer, bool]],
+        uses: Sequence[tuple[Allocation | PinnedArray, bool]],
         after: Iterable[After] = (),
         lane: Lane | None = None,
         instant: bool = False,
@@ -281,27 +298,26 @@ class Engine:
     ) -> None:
         """Order ``operation`` after what it shares memory with and what ``after`` names, and place it.
 
-        ``uses`` says which buffers it touches and whether it writes them. Raises before anything
+        ``uses`` says which memory it touches and whether it writes it. Raises before anything
         was changed, or not at all.
         """
-        if self.refusal is not None:
-            raise self.refusal()
-        if timeout_s is not None and timeout_s < 0:
-            raise UsageError(f"timeout_s is at least 0, not {timeout_s}")
+        self.check_open()
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
+            raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
         self.lanes.check_lane(lane)
-        deps = [dep for buffer, writes in uses for dep in buffer.allocation.history.conflicts(writes)]
-        deps = deps if self.program_order else []
+        ordered = uses if self.program_order else ()
+        deps = [dep for memory, writes in ordered for dep in memory.history.conflicts(writes)]
         requires, awaited = self._sort_after(after)
         deps += unfinished(requires)
         if instant and awaited:
             raise WouldBlock("it comes after something that only the host can wait for")
         self.lanes.check_room(instant, deps, lane)
-        for buffer, writes in uses:
-            buffer.allocation.history.record(operation, writes)
+        for memory, writes in ordered:
+            memory.history.record(operation, writes)
         # dict: one operation may be in the way for several reasons and must hold only once.
         operation.deps = list(dict.fromkeys(deps)) or None
         operation.requires = tuple(requires) or None
-        leases = [buffer.allocation.lease for buffer, _ in uses]
+        leases = [memory.lease for memory, _ in uses]
         operation.keep = (operation.keep, keep, leases)
         if timeout_s is not None:
             self._expire_after(operation, timeout_s)
@@ -316,6 +332,11 @@ class Engine:
             if not isinstance(item, Operation):
                 if not isawaitable(item):
                     raise UsageError(f"after takes operations and awaitables, not {item!r}")
+                if asyncio.isfuture(item) and item.get_loop() is not self.loop:
+                    raise UsageError(
+                        f"{item!r} in after= belongs to another event loop: wrap it with asyncio.wrap_future, "
+                        "or submit there through asyncio.run_coroutine_threadsafe"
+                    )
                 awaitables.append(item)
             elif item.owner is not self:
                 raise UsageError(f"{item!r} in after= belongs to another Offload")
@@ -341,6 +362,11 @@ class Engine:
             timeout_s, lambda: self.cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
         )
         operation.add_done_callback(lambda _: handle.cancel())
+
+    def check_open(self) -> None:
+        """Raise what says why nothing can be submitted any more, if that is so."""
+        if self.refusal is not None:
+            raise self.refusal()
 
     def check_caller(self) -> None:
         """Raise UsageError unless the caller runs on the loop that owns this engine."""
@@ -431,10 +457,14 @@ class Engine:
 
         def unless_lost() -> _T:
             if self.lost is not None:
-                raise self.lost
+                raise self.lost.with_traceback(None)
             return call()
 
-        return await barrier.run(unless_lost, self._executor)
+        try:
+            return await barrier.run(unless_lost, _calls)
+        except DeviceLostError as error:
+            self.lose(error)
+            raise
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self.loop.create_task(coroutine)
@@ -475,7 +505,7 @@ class Engine:
             code=error.code,
             lane=error.lane,
         )
-        self.refusal = lambda: lost
+        self.refusal = lambda: lost.with_traceback(None)  # one error, raised often, must not grow
         if self.device.properties.process_wide_faults:
             loss.latch(lost, self)
         self._stop_everything(abandoned, lost)
@@ -528,7 +558,14 @@ class Engine:
         except TimeoutError:
             log.warning("closing took too long, terminating", seconds=timeout_s, in_flight=self.board.in_flight)
             self.terminate()
-        self._executor.shutdown(wait=False)  # its threads are idle and end by themselves
+        except DeviceLostError as error:
+            self.lose(error)
+        except OffloadError as error:
+            log.error("closing failed, terminating", error=repr(error))
+            self.terminate()
+        finally:
+            barrier.leave(self)
+            self._executor.shutdown(wait=False)  # its threads are idle and end by themselves
 
     async def _release(self) -> None:
         """Everything is done: take the monitor off the device and give the rest back."""
@@ -541,13 +578,25 @@ class Engine:
             lane.close()
         self._monitor.close()
         registered = self.memory.close()
-        await self.maintain(lambda: self._unregister(registered))
-        barrier.leave(self)
-        await self.offload(self.device.close)
+        # A task of its own: past the deadline the call, which may wait for somebody else's kernel,
+        # goes on without anybody waiting for it.
+        last = self.loop.create_task(self.maintain(lambda: self._unregister(registered)))
+        await asyncio.shield(last)
 
     def _unregister(self, registered: list[RegisteredMemory]) -> None:
         for memory in registered:
             self.device.unregister(memory)
+        self.device.close()
+
+
+async def _open(loop: asyncio.AbstractEventLoop, label: str) -> Device:
+    """Open a device on a thread of its own; if nobody waits for it any more, it is closed again."""
+    opening = loop.run_in_executor(_calls, open_device, label)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(lambda done: done.exception() or loop.run_in_executor(_calls, done.result().close))
+        raise
 
 
 def _closed() -> OffloadError:

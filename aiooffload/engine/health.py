@@ -71,6 +71,15 @@ loss: Final = Loss()
 """The loss latch of this process."""
 
 
+def as_loss(error: Exception) -> DeviceLostError:
+    """Return ``error`` as a loss: the driver failed where nothing but a well device can go on."""
+    if isinstance(error, DeviceLostError):
+        return error
+    lost = DeviceLostError(f"the driver failed in a way that leaves work unaccounted for: {error!r}")
+    lost.__cause__ = error
+    return lost
+
+
 def suspects(abandoned: Iterable[Operation[Any]]) -> tuple[str, ...]:
     """Name the launches that had not finished, oldest first per lane."""
     return tuple(f"{operation.name} on lane {operation.lane.index}" for operation in abandoned if operation.lane)

@@ -14,7 +14,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import Board, LaneQueue
-from aiooffload.errors import DependencyError, DeviceLostError, OffloadError, UsageError, WouldBlock
+from aiooffload.engine.health import as_loss
+from aiooffload.errors import DependencyError, DeviceLostError, UsageError, WouldBlock
 from aiooffload.rules.ordering import unfinished
 
 if TYPE_CHECKING:
@@ -235,26 +236,29 @@ class Lanes:
                 return
             self._enqueue_marked(operation, lane)
         except DeviceLostError as error:
-            operation.finish(failure=error)
             self._on_lost(error)
-        except OffloadError as error:
+            operation.finish(failure=self.dead or error)
+        except Exception as error:  # whatever it was, the operation ends with it
             self._enqueue_refused(operation, lane, error)
         self.release_followers(operation)
 
-    def _enqueue_refused(self, operation: Operation[Any], lane: Lane, error: OffloadError) -> None:
+    def _enqueue_refused(self, operation: Operation[Any], lane: Lane, error: Exception) -> None:
         """The driver refused a part of it: it fails once what went before that part is done."""
         operation.failure = error
         operation.requires = None
         operation.steps = lambda stream: None
         try:
             self._enqueue_marked(operation, lane)
-        except DeviceLostError as lost:
-            operation.finish(failure=lost)
-            self._on_lost(lost)
+        except Exception as unmarked:
+            # Something may run that nothing will ever report: its memory can never be used again.
+            self._on_lost(as_loss(unmarked))
+            operation.finish(failure=error)
 
     def _enqueue_marked(self, operation: Operation[Any], lane: Lane) -> None:
         queue, stream, marks = lane.queue, lane.stream, self._completion.marks
         sequence = queue.next_sequence
+        if marks:
+            marks.reserve()  # before there is anything to mark
         if operation.steps is None:
             assert operation.plan is not None
             stream.enqueue_kernel(operation.plan, operation.prepared, operation, 0 if marks else sequence)
@@ -346,6 +350,8 @@ class Lanes:
 
     def _finish_unstarted(self, operation: Operation[Any], failure: BaseException) -> None:
         operation.deps = unfinished(operation.deps or ()) or None
+        for dep in operation.deps or ():  # it stands for them in histories, which hold it weakly
+            dep.keep = (dep.keep, operation)
         operation.prepared = operation.steps = None
         operation.finish(failure=failure)
         self.release_followers(operation)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import Launcher, LaunchPlan, pack
-from aiooffload.buffer import Buffer
+from aiooffload.buffer import Allocation, Buffer
 from aiooffload.errors import UsageError
 from aiooffload.rules.geometry import Dimensions, check_launch, triple
 
@@ -101,7 +101,7 @@ class Kernels:
             self._functions[kernel] = function
             return function
         finally:
-            del self._loading[kernel]
+            self._loading.pop(kernel, None)  # absent if it failed before its first await, in an eager task
 
     def cancel_loading(self) -> list[asyncio.Task[Function]]:
         """Cancel what is still loading and return it."""
@@ -180,15 +180,15 @@ def _size(parameter: Parameter) -> int | None:
     return None if parameter.dtype is None else parameter.dtype.itemsize
 
 
-def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[tuple[Buffer, bool]]:
-    """Return the Buffers among the arguments, each with whether the kernel may write it.
+def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[tuple[Allocation, bool]]:
+    """Return the memory of the Buffers among the arguments, each with whether the kernel may write it.
 
     Raises UsageError for a wrong count, dtype or device, ClosedError for a closed buffer.
     """
     parameters = kernel.signature.parameters
     if parameters is not None and len(arguments) != len(parameters):
         raise UsageError(f"kernel {kernel.name} takes {len(parameters)} arguments, {len(arguments)} were given")
-    found: list[tuple[Buffer, bool]] = []
+    found: list[tuple[Allocation, bool]] = []
     for index, value in enumerate(arguments):
         if not isinstance(value, Buffer):
             continue
@@ -199,5 +199,5 @@ def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[
             value.check_open()
         if value.allocation.owner is not owner:
             raise UsageError(f"argument {index} of kernel {kernel.name} is a buffer of another Offload")
-        found.append((value, not kernel.signature.read_only(index)))
+        found.append((value.allocation, not kernel.signature.read_only(index)))
     return found

@@ -68,11 +68,17 @@ class Barrier:
         async with self.alone():
             # Shielded: the call cannot be stopped, and nothing may start before it has returned.
             work = asyncio.get_running_loop().run_in_executor(executor, call)
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])
-                raise
+            cancelled: asyncio.CancelledError | None = None
+            while not work.done():
+                try:
+                    await asyncio.wait([work])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            if cancelled is not None:
+                if not work.cancelled():
+                    work.exception()  # seen: the cancellation is what the caller gets
+                raise cancelled
+            return work.result()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
@@ -81,10 +87,9 @@ class Barrier:
         turn = (loop, loop.create_future())
         with self._lock:
             self._turns.append(turn)
-            first = len(self._turns) == 1
         try:
-            if not first:
-                await turn[1]
+            while not self._is_first(turn):
+                await asyncio.wait([turn[1]], timeout=_LOOK_AGAIN_S)
             async with self._all_paused(loop):
                 yield
         finally:
@@ -114,15 +119,18 @@ class Barrier:
             if participant not in self._participants or not participant.loop.is_running():
                 return
 
+    def _is_first(self, turn: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> bool:
+        """Whether it is this one's turn. Whoever is before it on a loop that does not run is passed over."""
+        with self._lock:
+            while self._turns[0] is not turn and not self._turns[0][0].is_running():
+                self._turns.popleft()
+            return self._turns[0] is turn
+
     def _pass_on(self, turn: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> None:
         with self._lock:
-            was_first = bool(self._turns) and self._turns[0] is turn
             if turn in self._turns:  # unless it was passed over
                 self._turns.remove(turn)
-            # Whoever waited on a loop that is closed waits no more.
-            while was_first and self._turns and self._turns[0][0].is_closed():
-                self._turns.popleft()
-            following = self._turns[0] if was_first and self._turns else None
+            following = self._turns[0] if self._turns else None
         if following is not None:
             _resolve(*following)
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiooffload.buffer import Allocation, Buffer, Lease, PinnedArray
-from aiooffload.errors import OutOfMemoryError, UsageError
+from aiooffload.errors import DeviceLostError, OutOfMemoryError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import DTypeLike
 
     from aiooffload.drivers.api import Block, Device, RegisteredMemory
@@ -51,9 +53,18 @@ class Memory:
         The loop that owns the engine.
     owner
         The engine, as the allocations name it.
+    on_lost
+        Told when the driver says that the device is gone.
     """
 
-    def __init__(self, device: Device, loop: asyncio.AbstractEventLoop, owner: object) -> None:
+    def __init__(
+        self,
+        device: Device,
+        loop: asyncio.AbstractEventLoop,
+        owner: object,
+        on_lost: Callable[[DeviceLostError], None],
+    ) -> None:
+        self._on_lost = on_lost
         self._device = device
         self._loop = loop
         self._owner = owner
@@ -79,13 +90,20 @@ class Memory:
         if nbytes > total:
             raise OutOfMemoryError(f"{nbytes} bytes were asked for, the device has {total} in all")
         try:
-            block = self._device.allocate(nbytes)
-        except OutOfMemoryError:
-            self._device.trim()
-            block = self._device.allocate(nbytes)
+            block = self._allocate(nbytes)
+        except DeviceLostError as error:
+            self._on_lost(error)
+            raise
         self.allocated_bytes += nbytes
         self._blocks[id(block)] = block
         return Buffer(Allocation(Lease(block, self._give_back), self._owner), 0, sizes, kind)
+
+    def _allocate(self, nbytes: int) -> Block:
+        try:
+            return self._device.allocate(nbytes)
+        except OutOfMemoryError:
+            self._device.trim()
+            return self._device.allocate(nbytes)
 
     def _give_back(self, block: Block) -> None:
         if self._lost or self._closed:
@@ -104,7 +122,10 @@ class Memory:
     def _free(self, block: Block) -> None:
         if self._blocks.pop(id(block), None) is not None:
             self.allocated_bytes -= block.nbytes
-            self._device.free(block)
+            try:
+                self._device.free(block)
+            except DeviceLostError as error:
+                self._on_lost(error)
 
     @property
     def live(self) -> int:
@@ -137,7 +158,8 @@ class Memory:
         """Free everything, Buffers that live on included; return the registered memory, to be unregistered."""
         self._closed = True
         for block in list(self._blocks.values()):
-            self._free(block)
+            if not self._lost:
+                self._free(block)
         self._wanted_pinned.clear()
         pinned, self._pinned = self._pinned, []
         return pinned

@@ -6,7 +6,8 @@ it. The history of an allocation is what that needs: its last writer, and its re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 __all__ = ["History", "Orderable", "unfinished"]
@@ -43,27 +44,35 @@ def unfinished(operations: Iterable[_Op]) -> list[_Op]:
 
 
 class History(Generic[_Op]):
-    """What has been submitted on one allocation and may still be unfinished."""
+    """What has been submitted on one allocation and may still be unfinished.
 
-    __slots__ = ("readers", "writer")
+    It holds operations weakly: whoever runs an unfinished one holds it, and a finished one must not
+    be kept alive, with its result, by the memory it once used.
+    """
+
+    __slots__ = ("_readers", "_writer")
 
     def __init__(self) -> None:
-        # Everything submitted before `writer` is ordered before it already.
-        self.writer: _Op | None = None
-        # Submitted after `writer`, in order; finished ones are dropped now and then.
-        self.readers: list[_Op] = []
+        # Everything submitted before the writer is ordered before it already.
+        self._writer: Callable[[], _Op | None] = _nothing
+        # Submitted after the writer, in order; dead and finished ones are dropped now and then.
+        self._readers: list[Callable[[], _Op | None]] = []
 
     def conflicts(self, writes: bool) -> list[_Op]:
         """Return the unfinished operations that one submitted now has to come after."""
-        before = [] if self.writer is None else unfinished((self.writer,))
-        return before + unfinished(self.readers) if writes else before
+        before = (self._writer, *self._readers) if writes else (self._writer,)
+        return unfinished(operation for ref in before if (operation := ref()) is not None)
 
     def record(self, operation: _Op, writes: bool) -> None:
         """Note that ``operation`` was submitted now."""
         if writes:
-            self.writer = operation
-            self.readers.clear()
+            self._writer = weakref.ref(operation)
+            self._readers.clear()
             return
-        if len(self.readers) >= _PRUNE_AT and len(self.readers) & (len(self.readers) - 1) == 0:
-            self.readers = unfinished(self.readers)
-        self.readers.append(operation)
+        if len(self._readers) >= _PRUNE_AT and len(self._readers) & (len(self._readers) - 1) == 0:
+            self._readers = [ref for ref in self._readers if (reader := ref()) is not None and unfinished((reader,))]
+        self._readers.append(weakref.ref(operation))
+
+
+def _nothing() -> None:
+    return None

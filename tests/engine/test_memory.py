@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 import aiooffload as ao
 from aiooffload.drivers.host import HostDevice
-from tests.kernels import add, hold_read, hold_write, rig, turns, until
+from tests.kernels import add, hold_read, hold_write, nothing, rig, turns, until
 
 
 @pytest.mark.parametrize("how", ["close", "collect"])
@@ -220,3 +222,83 @@ async def test_buffers_outlive_the_offload(device_label: str) -> None:
     buffer.close()
     del buffer, pinned
     gc.collect()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without the cyclic collector: what is dropped has to go by itself."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_buffers_that_were_put_go_by_themselves(device_label: str, no_collector: None) -> None:
+    """A Buffer of put() is freed when it is dropped, without a collection."""
+    async with rig(device_label) as r:
+        before = r.off.stats()["buffers"]
+        for size in (10, 1_000_000):
+            buffer = await r.off.put(np.zeros(size, np.uint8))
+            assert r.off.stats()["buffers"] == before + 1
+            del buffer
+            await turns(3)
+            assert r.off.stats()["buffers"] == before
+
+
+async def test_buffer_keeps_no_results(device_label: str, no_collector: None) -> None:
+    """What was read from a Buffer goes when its reader drops it, while the Buffer lives."""
+    async with rig(device_label) as r:
+        word = r.word(7)
+        arrays = [await r.off.get(word) for _ in range(12)]
+        watched = [weakref.ref(array) for array in arrays]
+        del arrays
+        await turns(3)
+        assert [ref() for ref in watched] == [None] * 12
+
+
+async def test_chain_of_after_keeps_nothing(device_label: str, no_collector: None) -> None:
+    """Each launch after the one before it: those that are done go."""
+    async with rig(device_label) as r:
+        previous = r.launch(nothing)
+        watched = []
+        for _ in range(50):
+            watched.append(weakref.ref(previous))
+            previous = r.launch(nothing, after=[previous])
+            await previous
+        await turns(3)
+        assert sum(ref() is not None for ref in watched) <= 1
+
+
+async def test_pinned_memory_is_lent_once(device_label: str) -> None:
+    """The memory of a pinned array serves no other while an array made from it lives."""
+    async with rig(device_label) as r:
+        first = (await r.off.pinned(4, np.uint32)).array
+        second = (await r.off.pinned(4, np.uint32)).array
+        first[:] = 1
+        second[:] = 2
+        assert first.tolist() == [1] * 4
+        address = first.ctypes.data
+        del first
+        assert (await r.off.pinned(4, np.uint32)).array.ctypes.data == address
+
+
+async def test_pinned_array_outlives_its_offload(device_label: str) -> None:
+    """An array of pinned memory stays readable after the Offload has closed."""
+    async with rig(device_label) as r:
+        array = (await r.off.pinned(4, np.uint32)).array
+        array[:] = 3
+    assert array.tolist() == [3] * 4
+
+
+async def test_copies_through_pinned_memory_are_ordered(device_label: str) -> None:
+    """A copy into pinned memory comes before a later one out of it, whatever their lanes."""
+    async with rig(device_label, lanes=2) as r:
+        source, target, pinned = r.word(42), r.word(0), await r.off.pinned(1, np.uint64)
+        pinned.array[:] = 5
+        gate = await r.hold(r.off.lanes[0])
+        r.off.copy(pinned, source, lane=r.off.lanes[0])
+        out = r.off.copy(target, pinned, lane=r.off.lanes[1])
+        await turns()
+        assert not out.done()
+        gate.open()
+        assert await r.read(target) == 42

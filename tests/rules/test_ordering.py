@@ -130,7 +130,7 @@ def test_finished_readers_are_forgotten() -> None:
     history: History[Op] = History()
     for _ in range(MANY):
         submit(history, False).run()
-        assert len(history.readers) <= 16
+        assert len(history._readers) <= 16
     assert Op.asked <= 2 * MANY
 
 
@@ -147,7 +147,8 @@ def test_an_operation_that_never_ran_hides_nobody(writes: bool) -> None:
     """A write that is cancelled on the host, while what it came after runs, leaves that to be waited for."""
     history: History[Op] = History()
     running = submit(history, writes)
-    submit(history, True).give_up()
+    cancelled = submit(history, True)
+    cancelled.give_up()
     assert history.conflicts(True) == [running]
     running.run()
     assert history.conflicts(True) == []

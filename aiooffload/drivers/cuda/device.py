@@ -192,27 +192,23 @@ class CudaDevice:
 
     def load(self, kernel: KernelSource, compiled: Compiled) -> CudaFunction:
         """Load the code into the context now, so that no launch has to."""
+        return self._load(kernel.name, compiled)
+
+    def _load(self, name: str, compiled: Compiled) -> CudaFunction:
         with self._current():
-            if isinstance(compiled, CoreKernel):
-                core: Any = compiled
-            else:
+            core: Any = compiled
+            if not isinstance(compiled, CoreKernel):
                 assert isinstance(compiled, bytes)
-                key = (self.properties.index, kernel.name, compiled)
-                core = _loaded[key] = _loaded.get(key) or _core_kernel(kernel.name, compiled)
+                core = _core_kernel(self.properties.index, name, compiled)
             handle = driver.CUkernel(int(core.handle))
             function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(handle))
             unwrap("cuFuncLoad", driver.cuFuncLoad(function))
             sizes = tuple(info.size for info in core.arguments_info)
-        return CudaFunction(kernel.name, core, int(function), sizes, self._current)
+        return CudaFunction(name, core, int(function), sizes, self._current)
 
     def selftest_function(self) -> CudaFunction:
         """Load a kernel that does nothing."""
-        with self._current():
-            library = ObjectCode.from_ptx(_SELFTEST_PTX, name="aiooffload_selftest")
-            core = library.get_kernel("aiooffload_selftest")
-            function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(driver.CUkernel(int(core.handle))))
-            unwrap("cuFuncLoad", driver.cuFuncLoad(function))
-        return CudaFunction("self-test", core, int(function), (), self._current)
+        return self._load("aiooffload_selftest", _SELFTEST_PTX)
 
     # -- health ----------------------------------------------------------------------------
 
@@ -236,8 +232,8 @@ class CudaDevice:
 _contexts: Final[dict[int, Any]] = {}
 # By host address. The device may still write to it when an Offload is collected without being closed.
 _registered: Final[dict[int, MappedMemory]] = {}
-# By device, name and code. Unloading would wait for everything in flight, whoever's it is.
-_loaded: Final[dict[tuple[int, str, bytes], CoreKernel]] = {}
+# By device and code, then by name. Unloading would wait for everything in flight, whoever's it is.
+_libraries: Final[dict[tuple[int, bytes], ObjectCode]] = {}
 
 
 def _primary_context(ordinal: Any) -> Any:
@@ -247,11 +243,14 @@ def _primary_context(ordinal: Any) -> Any:
     return _contexts[int(ordinal)]
 
 
-def _core_kernel(name: str, image: bytes) -> CoreKernel:
-    """Load a cubin or PTX; CompileError if it is neither or has no such kernel."""
-    try:
+def _core_kernel(index: int, name: str, image: bytes) -> CoreKernel:
+    """Load a cubin or PTX once; CompileError if it is neither or has no such kernel."""
+    library = _libraries.get((index, image))
+    if library is None:
         is_elf = image[:4] == b"\x7fELF"
         library = ObjectCode.from_cubin(image, name=name) if is_elf else ObjectCode.from_ptx(image, name=name)
+        _libraries[index, image] = library
+    try:
         return library.get_kernel(name)
     except Exception as error:  # CUDAError is private to cuda.core
         raise CompileError(

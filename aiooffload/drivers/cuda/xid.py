@@ -39,9 +39,9 @@ class XidWatch:
             log.debug("no NVML", error=str(error))
             return
         try:
-            device = nvml.device_get_handle_by_uuid(uuid)
             self._events = nvml.event_set_create()
             self._nvml = nvml
+            device = nvml.device_get_handle_by_uuid(uuid)
             nvml.device_register_events(device, _CRITICAL_XID, self._events)
         except Exception as error:
             log.debug("no XID events from NVML", error=str(error))
