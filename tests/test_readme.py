@@ -42,7 +42,9 @@ def run_example(tmp_path: Path, **environment: str) -> str:
     file.write_text(example, encoding="utf-8")
     result = subprocess.run(
         [sys.executable, "-W", "error", str(file)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        | environment,
         capture_output=True,
         text=True,
         check=False,

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Final
 from aiooffload._native import Board, Timer, Word, now_ns, timer_slack
 from aiooffload.engine.health import as_loss
 from aiooffload.errors import DeviceLostError, DriverError
+from aiooffload.operation import Operation
 from aiooffload.rules.wake import Wake, WakePolicy
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "EventMarks"]
 
+_COLD_NS: Final = 2_000_000
+"""After a sleep this long the CPU's caches are cold."""
 _LOOK_NS: Final = 4_000
 """One look's spin inside the extension: how long other callbacks of the loop may wait for it."""
 
@@ -127,6 +130,8 @@ class Completion:
         Called in every turn that leaves something in flight.
     on_lost
         Told when the driver says that the device is gone.
+    warm_up
+        Makes driver calls that change nothing, before a completion that was slept for.
     """
 
     def __init__(
@@ -139,8 +144,10 @@ class Completion:
         on_progress: Callable[[], None],
         on_flight: Callable[[], None],
         on_lost: Callable[[DeviceLostError], None],
+        warm_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
+        self._warm_up = warm_up
         self._on_flight = on_flight
         self._on_lost = on_lost
         self._board = board
@@ -156,6 +163,7 @@ class Completion:
         # Whether a wait is on the monitor stream whose wake was not read yet.
         self.armed = False
         self._disarmed: asyncio.Future[None] | None = None
+        self._slept_ns = 0
         self._timer_ns = 0
         self._closed = False
         # Whether on_progress has something to do besides sending what is pending.
@@ -255,6 +263,7 @@ class Completion:
             return
         self._timer_ns = when_ns
         if when_ns:
+            self._slept_ns = when_ns - now_ns()
             self._timer.set_at(when_ns)
         else:
             self._timer.clear()
@@ -273,7 +282,24 @@ class Completion:
     def _on_timer(self) -> None:
         self._set_timer(0)
         self.wakes["timer"] += 1
+        if self._slept_ns > _COLD_NS and self.policy.spins:
+            self._rehearse()
         self._wake()
+
+    def _rehearse(self) -> None:
+        """Run once through what the completion that is due will run through, and the launch after it.
+
+        A CPU that slept for milliseconds has forgotten this code, and fetching it back takes longer
+        than the rest of the wake (measured on an H200 machine for kernels of 10 ms: an excess of
+        57 us without, 40 us with this and the longer margin of rules/wake.py).
+        """
+        operation: Operation[None] = Operation(self._loop, None, "rehearsal")
+        self._loop.create_task(operation.wait(), name="aiooffload rehearsal")
+        self._loop.call_soon(operation.arrive)
+        try:
+            self._warm_up()
+        except DriverError as error:
+            self._on_lost(as_loss(error))
 
     def _wake(self) -> None:
         if not self._board.watched and not self._closed:

@@ -103,7 +103,7 @@ class Engine:
         self._drains: list[asyncio.Future[None]] = []
         self.memory: Final = Memory(device, self.loop, self, self.lose)
         self.board: Final = Board()
-        words = self.memory.register((lanes + 1) * _WORD_STRIDE)
+        words = self.memory.register((lanes + 3) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
         self.launcher: Final = Launcher(self.board, self.loop, self, Operation, self.completion.notice, self._refused)
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain)
@@ -121,10 +121,20 @@ class Engine:
         device, properties = self.device, self.device.properties
         bell = words.word(0)
         self._monitor = device.create_stream()
+        self._idle_stream = device.create_stream()
+        self._idle_stream.bind_marks(words.word((count + 1) * _WORD_STRIDE), words.word((count + 2) * _WORD_STRIDE))
         # No monitor before the self-test has shown that it works: it arms one wait, and only one.
         policy = WakePolicy(self._wake_mode, spins=properties.spins, monitor=False)
         self.completion = Completion(
-            self.loop, self.board, bell, self._monitor, policy, self._on_progress, self._on_flight, self.lose
+            self.loop,
+            self.board,
+            bell,
+            self._monitor,
+            policy,
+            self._on_progress,
+            self._on_flight,
+            self.lose,
+            self._warm_up,
         )
         try:
             lanes = [self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth) for i in range(count)]
@@ -415,6 +425,11 @@ class Engine:
         self._check_drained()
         self.completion.attention = bool(self._idle_calls or self._drains)
 
+    def _warm_up(self) -> None:
+        """Go through the driver's code once: a query, and a mark on a stream that carries nothing else."""
+        self._idle_stream.query()
+        self._idle_stream.enqueue_mark(1)
+
     def _on_flight(self) -> None:
         self.watchdog.notice()
 
@@ -577,6 +592,7 @@ class Engine:
         for lane in self.lanes.lanes:
             lane.close()
         self._monitor.close()
+        self._idle_stream.close()
         registered = self.memory.close()
         # A task of its own: past the deadline the call, which may wait for somebody else's kernel,
         # goes on without anybody waiting for it.

@@ -1,7 +1,7 @@
 """The watchdog: asks the driver, at a low rate, whether the device is still well.
 
 A fault is found only by asking, and after one no mark ever arrives, so without this an await would
-hang for ever. It asks only when nothing has arrived since the last tick. On the same tick it
+hang for ever. On the same tick it
 looks at the slots, so that a lost bell costs milliseconds rather than an await.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loss", "Watchdog", "loss", "suspects"]
 
-TICK_S: Final = 0.04
+TICK_S: Final = 0.03
 STALL_S: Final = 20.0
 
 
@@ -178,15 +178,13 @@ class Watchdog:
             return
         self._look()
         completed = self._completed()
-        if completed != self._last:
-            self._last = completed
-            self._still_ticks = 0
-        else:
-            self._still_ticks += 1
-            if not self._ask():
-                return
-            if self._still_ticks * TICK_S >= STALL_S > (self._still_ticks - 1) * TICK_S:
-                self._on_stall(STALL_S)
+        self._still_ticks = 0 if completed != self._last else self._still_ticks + 1
+        self._last = completed
+        # Also while marks arrive: after a fault on one lane, others may go on for seconds.
+        if not self._ask():
+            return
+        if self._still_ticks * TICK_S >= STALL_S > (self._still_ticks - 1) * TICK_S:
+            self._on_stall(STALL_S)
         if self._in_flight():
             self._handle = self._loop.call_later(TICK_S, self._tick)
 

@@ -73,8 +73,8 @@ class WakePolicy:
     """How long hybrid looks after the last progress when nothing is known of the duration."""
     timer_ns: int = 1_000_000
     """How often a timer looks where there is no monitor."""
-    # The due time that `decide` saw last, and how long before it looking starts; it goes on for
-    # twice as long after it.
+    # The due time that `decide` saw last, and how long before it looking starts; it goes on for as
+    # long after it.
     _due_ns: int = 0
     _margin_ns: int = 0
 
@@ -108,7 +108,7 @@ class WakePolicy:
                 wake_ns = due_ns - self._margin_ns
                 if wake_ns - now_ns > _WORTH_NS:
                     return self._sleep(now_ns, wake_ns)
-                if now_ns - due_ns < max(self.spin_ns, 2 * self._margin_ns):
+                if now_ns - due_ns < max(self.spin_ns, self._margin_ns):
                     return _LOOK
         return _MONITOR if self.monitor else Decision(Wake.SLEEP, now_ns + self.timer_ns)
 

@@ -275,11 +275,12 @@ async def contexts() -> dict[str, Any]:
         assert int(status) == 0
         return int(context)
 
+    assert int(driver.cuInit(0)[0]) == 0  # before that there is nothing to ask
     seen: dict[str, list[int]] = {"none": [current()], "foreign": []}
     async with ao.Offload("cuda:0", lanes=4) as off:
         sums = [await busy_round(off)]
         seen["none"].append(current())
-        status, foreign = driver.cuCtxCreate(None, 0, 0)
+        status, foreign = driver.cuCtxCreate(None, 0, driver.cuDeviceGet(0)[1])
         assert int(status) == 0
         seen["foreign"].append(current())
         sums.append(await busy_round(off))

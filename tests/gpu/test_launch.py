@@ -401,9 +401,10 @@ async def test_kernel_from_cubin(off: ao.Offload) -> None:
 
 async def test_kernel_from_cuda_core(off: ao.Offload) -> None:
     """A kernel that cuda.core loaded is launched as it is, and may still be used by its owner."""
-    from cuda.core import ObjectCode
+    from cuda.core import Device, ObjectCode
 
     image = await asyncio.to_thread(compiled, "sm_{}{}".format(*off.properties.compute_capability))
+    Device(0).set_current()  # as cuda.core asks of whoever loads with it
     core = ObjectCode.from_cubin(image, name="mine").get_kernel("store")
     kernel, out = ao.Kernel.from_core(core, "store"), off.zeros(1, np.uint64)
     for value in (23, 24):
