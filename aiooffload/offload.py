@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import os
 import warnings
@@ -165,7 +166,11 @@ class Offload:
         _entered.discard(self)
 
     def __del__(self) -> None:
+        self._warn_if_open()
+
+    def _warn_if_open(self) -> None:
         if self._engine is not None and not self._state:
+            self._state = "was left open"
             text = f"{self!r} was not closed: use `async with`, or await aclose()"
             warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
@@ -546,4 +551,11 @@ def _after_fork_in_child() -> None:
         offload._state = "belongs to the parent process: open a new one in the child"
 
 
+def _warn_at_exit() -> None:
+    """Warn while that still works: during the interpreter's end it depends on who holds the Offload."""
+    for offload in list(_entered):
+        offload._warn_if_open()
+
+
 os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_warn_at_exit)

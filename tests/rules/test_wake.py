@@ -96,10 +96,10 @@ def test_what_is_overdue_is_not_looked_for_for_ever(now: int, since: int, lead: 
 
 @given(NOW, st.integers(0, 10**10))
 def test_it_looks_longer_after_a_longer_sleep(now: int, lead: int) -> None:
-    """At the due time, and for as long again as the margin that was slept short of it, hybrid looks."""
+    """At the due time, and for as long after it as the margin was before it, hybrid looks."""
     policy, due = hybrid(), now + lead + 1
     policy.decide(now, 1, now, due)
-    for late in (0, policy.spin_ns - 1, margin_ns(lead)):
+    for late in (0, policy.spin_ns - 1, margin_ns(lead) - 1):
         assert policy.decide(due + late, 1, now, due) == Decision(Wake.LOOK)
 
 
