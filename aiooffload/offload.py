@@ -267,8 +267,23 @@ class Offload:
     async def load(self, *kernels: Kernel) -> None:
         """Compile and load kernels up front, so that their first launch does not wait.
 
-        Raises CompileError, or UsageError if the annotations do not fit the compiled code. Waits
-        until what is in flight in the process is done (loading would wait for it anyway).
+        Parameters
+        ----------
+        *kernels
+            Those that are loaded already cost nothing.
+
+        Raises
+        ------
+        CompileError
+            The source does not compile, the compiler is not installed, or the module has no such
+            kernel. The Offload stays usable.
+        UsageError
+            The annotations do not fit the compiled code, or the kernel has nothing for this device.
+
+        Notes
+        -----
+        *Ordering.* Waits until what is in flight in the process is done; what is submitted meanwhile
+        waits on the host. Loading would wait for it anyway (CUDA C++ Programming Guide, "Lazy Loading").
         """
         engine = self._open_engine()
         engine.check_open()
@@ -286,20 +301,40 @@ class Offload:
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
         """Allocate device memory of undefined content and return at once.
 
-        Raises OutOfMemoryError (free something and try again; the Offload stays usable).
+        Parameters
+        ----------
+        shape
+            Length of each dimension; 0 is legal.
+        dtype
+            Anything NumPy takes for a dtype without Python objects.
+
+        Raises
+        ------
+        OutOfMemoryError
+            Free something and try again; the Offload stays usable.
+        UsageError
+            ``shape`` and ``dtype`` do not describe an array.
         """
         engine = self._open_engine()
         engine.check_open()
         return engine.memory.empty(shape, dtype)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
-        """Allocate device memory and submit its clearing; later uses come after it."""
+        """Allocate device memory and submit its clearing; later uses come after it.
+
+        Parameters and errors as for :meth:`empty`, and WouldBlock where ``max_pending`` operations
+        wait on the host.
+        """
         buffer = self.empty(shape, dtype)
         self._fill(buffer, b"\0", (), None)
         return buffer
 
     async def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> PinnedArray:
-        """Return pinned host memory of undefined content; copies to and from it need no staging."""
+        """Return pinned host memory of undefined content; copies to and from it need no staging.
+
+        Parameters and errors as for :meth:`empty`. It comes from a pool that grows on demand, off the
+        loop's thread, and is given back to the system when the Offload closes.
+        """
         engine = self._open_engine()
         engine.check_open()
         return await engine.memory.pinned(shape, dtype, lambda nbytes: engine.offload(engine.memory.register, nbytes))
@@ -376,8 +411,26 @@ class Offload:
     ) -> Operation[None]:
         """Copy all of ``src`` to ``dst``, at least one of them a Buffer; awaits to None.
 
-        Raises UsageError unless both are C-contiguous and have the same size in bytes. Overlapping
-        slices of one Buffer are refused.
+        Parameters
+        ----------
+        dst, src
+            C-contiguous, of the same size in bytes. A NumPy array must not be changed (``src``) or
+            read (``dst``) before the operation is done.
+        after, lane
+            As for :meth:`launch`.
+
+        Raises
+        ------
+        UsageError
+            Not contiguous, of different sizes, overlapping slices of one Buffer, or no Buffer at all.
+        ClosedError
+            One of them was closed.
+        WouldBlock
+            ``max_pending`` operations wait on the host.
+
+        Notes
+        -----
+        *Thread.* Above 256 KiB, pageable memory is copied by a worker thread, piece by piece.
         """
         if isinstance(dst, Buffer) and isinstance(src, Buffer):
             return self._on_device(dst, src, after, lane)
@@ -395,8 +448,22 @@ class Offload:
     ) -> Operation[None]:
         """Set every element of ``buffer`` to ``value``; awaits to None.
 
-        Raises UsageError if the dtype cannot hold ``value`` or is not 1, 2, 4, 8 or 16 bytes wide
-        (other widths can be filled with zero bytes only).
+        Parameters
+        ----------
+        buffer
+            What to fill.
+        value
+            A Python number or NumPy scalar that its dtype can hold.
+        after, lane
+            As for :meth:`launch`.
+
+        Raises
+        ------
+        UsageError
+            The dtype cannot hold ``value``, or is not 1, 2, 4, 8 or 16 bytes wide (other widths can
+            be filled with zero bytes only).
+        WouldBlock
+            ``max_pending`` operations wait on the host.
         """
         self._check_buffers(buffer)
         pattern = scalar(value, buffer.dtype, "the value").tobytes()

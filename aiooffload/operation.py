@@ -46,6 +46,9 @@ class OperationOwner(Protocol):
     def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
         """Stop ``operation`` as far as it can be stopped."""
 
+    def fail_dependent(self, operation: Operation[Any]) -> None:
+        """Fail ``operation``, whose mark arrived although something it came after has failed."""
+
 
 class Operation(_native.Operation, Generic[_T]):
     """Work submitted to an Offload. Await it, any number of times, from any task of its loop.

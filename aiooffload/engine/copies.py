@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from aiooffload.drivers.api import RegisteredMemory, Stream
     from aiooffload.engine.lanes import Lanes
 
-__all__ = ["INLINE_NBYTES", "Copies", "Staging"]
+__all__ = [
+    "INLINE_NBYTES",
+    "LARGE_BLOCKS",
+    "MOST_LARGE_BLOCKS",
+    "PIECE_NBYTES",
+    "SMALL_BLOCKS",
+    "Copies",
+    "Staging",
+]
 
 INLINE_NBYTES: Final = 256 * 1024
 """Copies up to this size use the loop's thread: about as long as waking another one takes."""

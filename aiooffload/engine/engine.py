@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from aiooffload.buffer import Allocation, PinnedArray
     from aiooffload.drivers.api import Device, RegisteredMemory
 
-__all__ = ["Engine"]
+__all__ = ["After", "Engine"]
 
 _T = TypeVar("_T")
 _CLOSE_FAILED_S: Final = 5.0
@@ -195,21 +195,22 @@ class Engine:
         async with barrier.alone():  # its armed wait and another's maintenance would wait for each other
             reason = await selftest(self.lanes.lanes, self.completion, self._look, function)
         if reason:
-            self._fall_back(reason)
+            cure = "set CUDA_DEVICE_MAX_CONNECTIONS=32, or leave it unset, before anything uses CUDA"
+            self._fall_back(reason, cure)
         else:
             self.completion.policy.monitor = self.launcher.ready = True
 
     async def _grow(self, staging: Staging) -> None:
         staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
 
-    def _fall_back(self, reason: str) -> None:
+    def _fall_back(self, reason: str, cure: str = "") -> None:
         self.fallback = reason
         self.completion.marks = EventMarks(self.device.create_event)
         log.warning(
             "completions fall back to events, awaits will be slower",
             device=self.device.properties.label,
             cause=reason,
-            cure="set CUDA_DEVICE_MAX_CONNECTIONS=32, or leave it unset, before anything uses CUDA",
+            cure=cure or "none: it is how this device is",
         )
 
     # -- submitting ------------------------------------------------------------------------

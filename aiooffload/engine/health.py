@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from aiooffload.operation import Operation
 
-__all__ = ["Loss", "Watchdog", "loss", "suspects"]
+__all__ = ["Loss", "Watchdog", "as_loss", "first_of_each_lane", "loss", "loss_text", "suspects"]
 
 TICK_S: Final = 0.03
 STALL_S: Final = 20.0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiooffload.engine.completion import Completion
     from aiooffload.operation import Operation
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["Lane", "Lanes", "dependency_error", "dependency_failure"]
 
 
 class Lane:

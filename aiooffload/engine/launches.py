@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiooffload.drivers.api import Compiled, Device, Function
     from aiooffload.kernel import Kernel, Parameter
 
-__all__ = ["Geometry", "Kernels", "Site", "buffers"]
+__all__ = ["Geometry", "Kernels", "Site", "buffers", "check_sizes"]
 
 Geometry = tuple[Dimensions, Dimensions, int, Dimensions | None, bool]
 _MAX_SITES: Final = 4096

@@ -1,7 +1,7 @@
 """GPUs through the CUDA driver. The only place that imports ``cuda.*``.
 
 ``library.py`` finds the driver, ``status.py`` turns its statuses into errors, ``device.py`` is the
-device of the contract with ``memory.py``, ``function.py`` and ``compiler.py`` behind it, and
+device of the contract with ``function.py`` and ``compiler.py`` behind it, and
 ``xid.py`` asks NVML what the system knows about a fault. The launch path is C
 (``_native/cuda_stream.c``).
 """
