@@ -116,12 +116,16 @@ class Signature:
         """Whether the kernel only reads argument ``index``."""
         return index < len(self._read_only) and self._read_only[index]
 
+    def check_count(self, name: str, arguments: Sequence[object]) -> None:
+        """Raise UsageError unless there are as many arguments as parameters, where those are known."""
+        if self.parameters is not None and len(arguments) != len(self.parameters):
+            raise UsageError(f"kernel {name} takes {len(self.parameters)} arguments, {len(arguments)} were given")
+
     def check(self, name: str, arguments: Sequence[object]) -> tuple[Buffer | np.generic, ...]:
         """Check the count and every argument, and convert Python numbers; raises UsageError."""
         if self.parameters is None:
             return tuple(Parameter(f"{i}", None, None).check(value) for i, value in enumerate(arguments))
-        if len(arguments) != len(self.parameters):
-            raise UsageError(f"kernel {name} takes {len(self.parameters)} arguments, {len(arguments)} were given")
+        self.check_count(name, arguments)
         return tuple(p.check(value) for p, value in zip(self.parameters, arguments, strict=True))
 
 

@@ -89,7 +89,7 @@ typedef struct {
     uint64_t sequence;        /* its mark on that lane; meaningless while queue is NULL */
     int64_t submitted_ns, finished_ns;
     char tiny;                /* as of its push: see AoQueue.heavy */
-    char finished;            /* goes from 0 to 1 once; nothing below `keep` changes afterwards */
+    char finished;            /* goes from 0 to 1 once; result and failure are final from then on */
     char looked;              /* somebody saw the failure */
 } AoOperation;
 extern PyTypeObject AoOperation_Type, AoWait_Type;

@@ -287,7 +287,7 @@ class Engine:
                 return
             try:
                 load.result()
-                site = self.kernels.site(kernel, geometry)
+                site = self._plan(kernel, geometry)
                 operation.plan, operation.prepared = site.plan, site.prepare(args)
             except (Exception, asyncio.CancelledError) as error:  # whatever it was, the launch ends with it
                 self.lanes.stop(operation, self.lanes.dead or error)
@@ -420,11 +420,15 @@ class Engine:
         if self.board.pending:
             self.lanes.flush()
         if not self.board.in_flight:
-            calls, self._idle_calls = self._idle_calls, []
-            for call in calls:
-                call()
+            self._call_idle()
         self._check_drained()
         self.completion.attention = bool(self._idle_calls or self._drains)
+
+    def _call_idle(self) -> None:
+        """Tell the barriers that wait for it that nothing is in flight."""
+        calls, self._idle_calls = self._idle_calls, []
+        for call in calls:
+            call()
 
     def _warm_up(self) -> None:
         """Go through the driver's code once: a query, and a mark on a stream that carries nothing else."""
@@ -511,10 +515,10 @@ class Engine:
         if self.lost is not None:
             return
         abandoned = self.board.abandon()
-        names = suspects(abandoned) or error.suspects
+        names, oldest = suspects(abandoned) or error.suspects, first_of_each_lane(abandoned)
         label = self.device.properties.label
         self.lost = lost = DeviceLostError(
-            loss_text(label, error, first_of_each_lane(abandoned), self.device.health_note()),
+            loss_text(label, error, oldest, self.device.health_note()),
             suspects=names,
             operation=error.operation,
             status=error.status,
@@ -525,7 +529,7 @@ class Engine:
         if self.device.properties.process_wide_faults:
             loss.latch(lost, self)
         self._stop_everything(abandoned, lost)
-        log.error("device lost", device=label, status=error.status, suspects=first_of_each_lane(abandoned))
+        log.error("device lost", device=label, status=error.status, suspects=oldest)
 
     def _stop_everything(self, abandoned: list[Any], failure: BaseException) -> None:
         self.launcher.ready = False
@@ -535,18 +539,13 @@ class Engine:
         for operation in abandoned:
             operation.finish(failure=failure)
         self.lanes.abandon(failure)
-        self._cancel_tasks()
-        calls, self._idle_calls = self._idle_calls, []
-        for call in calls:
-            call()
-        barrier.leave(self)
-        self._check_drained()
-
-    def _cancel_tasks(self) -> None:
-        """What copies piece by piece has nowhere to send the next piece, and nothing is loaded any more."""
+        # What is loaded or copied piece by piece has nowhere to go.
         self.kernels.cancel_loading()
         for task in self._tasks:
             task.cancel()
+        self._call_idle()
+        barrier.leave(self)
+        self._check_drained()
 
     def terminate(self) -> None:
         """Close at once: fail what is not done, free nothing that the device may still use. Idempotent."""

@@ -82,7 +82,7 @@ def as_loss(error: Exception) -> DeviceLostError:
 
 def suspects(abandoned: Iterable[Operation[Any]]) -> tuple[str, ...]:
     """Name the launches that had not finished, oldest first per lane."""
-    return tuple(f"{operation.name} on lane {operation.lane.index}" for operation in abandoned if operation.lane)
+    return tuple(_place(operation) for operation in abandoned if operation.lane is not None)
 
 
 def first_of_each_lane(abandoned: Iterable[Operation[Any]]) -> list[str]:
@@ -90,8 +90,12 @@ def first_of_each_lane(abandoned: Iterable[Operation[Any]]) -> list[str]:
     first: dict[int, str] = {}
     for operation in abandoned:
         if operation.lane is not None:
-            first.setdefault(operation.lane.index, f"{operation.name} on lane {operation.lane.index}")
+            first.setdefault(operation.lane.index, _place(operation))
     return list(first.values())
+
+
+def _place(operation: Operation[Any]) -> str:
+    return f"{operation.name} on lane {operation.lane.index}"
 
 
 def loss_text(label: str, error: DeviceLostError, oldest: list[str], note: str) -> str:

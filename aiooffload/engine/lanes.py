@@ -249,8 +249,7 @@ class Lanes:
         operation.steps = lambda stream: None
         try:
             self._enqueue_marked(operation, lane)
-        except Exception as unmarked:
-            # Something may run that nothing will ever report: its memory can never be used again.
+        except Exception as unmarked:  # whatever it was, something may run that nothing will ever report
             self._on_lost(as_loss(unmarked))
             operation.finish(failure=error)
 
@@ -298,7 +297,11 @@ class Lanes:
         try:
             while self._ready:
                 operation = self._ready.popleft()
-                if not operation.finished:
+                if operation.finished:
+                    continue
+                if operation.stop is not None:
+                    self._finish_unstarted(operation, operation.stop)
+                else:
                     self._to_lane(operation, self._home_or_pick(operation))
         finally:
             self._starting = False
@@ -340,7 +343,7 @@ class Lanes:
         if operation in self.held:
             del self.held[operation]
         elif operation in self._ready or operation.lane is None or (operation.streamed and operation.steps is None):
-            return  # being submitted, or going piece by piece: whoever does that sees `stop`
+            return  # about to start, or going piece by piece: whoever does that sees `stop`
         else:
             operation.lane.queue.load -= 1
         self._board.pending -= 1

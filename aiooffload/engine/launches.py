@@ -185,9 +185,8 @@ def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[
 
     Raises UsageError for a wrong count, dtype or device, ClosedError for a closed buffer.
     """
+    kernel.signature.check_count(kernel.name, arguments)
     parameters = kernel.signature.parameters
-    if parameters is not None and len(arguments) != len(parameters):
-        raise UsageError(f"kernel {kernel.name} takes {len(parameters)} arguments, {len(arguments)} were given")
     found: list[tuple[Allocation, bool]] = []
     for index, value in enumerate(arguments):
         if not isinstance(value, Buffer):

@@ -43,7 +43,7 @@ class XidWatch:
             self._nvml = nvml
             device = nvml.device_get_handle_by_uuid(uuid)
             nvml.device_register_events(device, _CRITICAL_XID, self._events)
-        except Exception as error:
+        except Exception as error:  # as above: containers and MIG give no events
             log.debug("no XID events from NVML", error=str(error))
             self.close()
 
