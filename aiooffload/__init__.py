@@ -12,6 +12,7 @@ decides and does no I/O, ``drivers/`` are the devices (``cuda`` is the only plac
 
 from aiooffload.buffer import Buffer, PinnedArray
 from aiooffload.drivers.api import DeviceProperties
+from aiooffload.engine.host_functions import Call, current_call
 from aiooffload.engine.lanes import Lane
 from aiooffload.errors import (
     ClosedError,
@@ -31,9 +32,11 @@ from aiooffload.errors import (
 from aiooffload.kernel import In, InOut, Kernel, Launch, Out, kernel
 from aiooffload.offload import Offload
 from aiooffload.operation import Operation
+from aiooffload.paths import include_dir
 
 __all__ = [
     "Buffer",
+    "Call",
     "ClosedError",
     "CompileError",
     "DependencyError",
@@ -57,5 +60,7 @@ __all__ = [
     "PinnedArray",
     "UsageError",
     "WouldBlock",
+    "current_call",
+    "include_dir",
     "kernel",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeVar, get_args, get_origin, overload
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Protocol, TypeVar, get_args, get_origin, overload
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from aiooffload.types import Access
 if TYPE_CHECKING:
     from cuda.core import Kernel as CoreKernel
 
-__all__ = ["In", "InOut", "Kernel", "Launch", "Out", "Parameter", "Signature", "kernel"]
+__all__ = ["In", "InOut", "Kernel", "Launch", "Out", "Parameter", "PendingCall", "Signature", "kernel", "parameter_of"]
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -106,7 +106,7 @@ class Signature:
         parameters = list(signature.parameters.values())
         if not parameters:
             raise UsageError(f"{function.__qualname__} takes `launch` as its first parameter")
-        return cls([_parameter(p.name, p.annotation) for p in parameters[1:]])
+        return cls([parameter_of(p.name, p.annotation) for p in parameters[1:]])
 
     def takes_nothing(self, sizes: tuple[int, ...] | None) -> bool:
         """Whether the kernel has no parameters, where the driver says ``sizes`` (None: it cannot know)."""
@@ -129,7 +129,8 @@ class Signature:
         return tuple(p.check(value) for p, value in zip(self.parameters, arguments, strict=True))
 
 
-def _parameter(name: str, annotation: Any) -> Parameter:
+def parameter_of(name: str, annotation: Any) -> Parameter:
+    """Return the parameter that an annotation describes; raises UsageError if it describes none."""
     if annotation is inspect.Parameter.empty:
         return Parameter(name, None, None)
     if get_origin(annotation) is Annotated:
@@ -162,6 +163,74 @@ class Launch(Protocol):
     def shared(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The launch's dynamic shared memory, ``(shared_bytes,) uint8``, zeroed."""
 
+    # The rest is for kernels that call (``calls=True``); elsewhere it raises UsageError.
+
+    def call(self, function: str | int, *arguments: object, dtype: np.dtype[Any] | None = None) -> Any:
+        """Call a host function and wait for its result.
+
+        Parameters
+        ----------
+        function
+            Its name, or the number it was registered with.
+        *arguments
+            Numbers (a Python ``int`` goes as int64, a ``float`` as float64), NumPy scalars, and
+            mapped arrays made by ``to``, ``from_``, ``tofrom`` and ``alloc``.
+        dtype
+            Of the result, where that is a struct; without it a struct comes as bytes.
+
+        Raises
+        ------
+        HostFunctionError
+            The function raised, does not exist, or takes other arguments; ``code`` says which.
+        OffloadTimeout
+            There was no answer within the deadline.
+        asyncio.CancelledError
+            The launch was asked to stop.
+        """
+
+    def call_async(self, function: str | int, *arguments: object, dtype: np.dtype[Any] | None = None) -> PendingCall:
+        """Call a host function without waiting; see :meth:`call`."""
+
+    def call_each(self, function: str | int, *columns: Any) -> Any:
+        """Call it once per row of ``columns`` (arrays of up to 32 elements) in one request; an array of results."""
+
+    def post(self, function: str | int, *arguments: object) -> None:
+        """Tell a host function something, without a reply."""
+
+    def cancelled(self) -> bool:
+        """Whether the launch was asked to stop."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Say how far the launch is; see ``Operation.progress``."""
+
+    def set_timeout_s(self, timeout_s: float) -> None:
+        """Let later waits end after so many seconds instead of ``call_timeout_s``."""
+
+    def abort(self, code: int, text: str) -> NoReturn:
+        """Give up: the launch fails with a LaunchError that has this code and text."""
+
+    def to(self, array: np.ndarray[Any, Any]) -> object:
+        """Map ``array``, C-contiguous, as an argument: the host function gets its content."""
+
+    def from_(self, array: np.ndarray[Any, Any]) -> object:
+        """Map it: what the host function leaves there is copied back."""
+
+    def tofrom(self, array: np.ndarray[Any, Any]) -> object:
+        """Map it, in both directions."""
+
+    def alloc(self, array: np.ndarray[Any, Any]) -> object:
+        """Map it, in neither direction: the host function gets memory of that size."""
+
+
+class PendingCall(Protocol):
+    """A call under way, from a host kernel's ``launch.call_async``."""
+
+    def poll(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> Any:
+        """Wait for its result; raises what ``launch.call`` raises. Any number of times."""
+
 
 class Kernel:
     """A kernel: CUDA source or compiled code, a host implementation, or both.
@@ -184,13 +253,26 @@ class Kernel:
         Parameters; by default those of ``host``.
     core
         A ``cuda.core`` kernel that is loaded already, instead of source or an image.
+    calls
+        Whether it calls host functions: then its first parameter in CUDA is an ``ao::Launch``
+        (``#include <aiooffload.cuh>``), which is not among ``args``.
 
     Notes
     -----
     A kernel belongs to no device and may be launched on any number of them, from any loop.
     """
 
-    __slots__ = ("__weakref__", "core", "cuda_source", "host_function", "image", "name", "options", "signature")
+    __slots__ = (
+        "__weakref__",
+        "calls",
+        "core",
+        "cuda_source",
+        "host_function",
+        "image",
+        "name",
+        "options",
+        "signature",
+    )
 
     def __init__(
         self,
@@ -202,6 +284,7 @@ class Kernel:
         options: Mapping[str, Any] | None = None,
         signature: Signature | None = None,
         core: CoreKernel | None = None,
+        calls: bool = False,
     ) -> None:
         if cuda is not None and image is not None:
             raise UsageError("give a kernel cuda= or image=, not both")
@@ -211,12 +294,13 @@ class Kernel:
         self.host_function: Final = host
         self.options: Final[Mapping[str, Any]] = dict(options or {})
         self.core: Final = core
+        self.calls: Final = calls
         self.signature: Final = signature or (Signature(None) if host is None else Signature.of(host))
 
     @classmethod
-    def from_core(cls, kernel: CoreKernel, name: str = "kernel") -> Kernel:
+    def from_core(cls, kernel: CoreKernel, name: str = "kernel", *, calls: bool = False) -> Kernel:
         """Wrap a ``cuda.core`` kernel that is loaded already; it runs on CUDA devices only."""
-        return cls(name, core=kernel)
+        return cls(name, core=kernel, calls=calls)
 
     def __repr__(self) -> str:
         return f"<aiooffload.Kernel {self.name}>"
@@ -226,7 +310,7 @@ class Kernel:
 def kernel(function: Callable[..., object], /) -> Kernel: ...
 @overload
 def kernel(
-    *, cuda: str | None = None, name: str | None = None, options: Mapping[str, Any] | None = None
+    *, cuda: str | None = None, name: str | None = None, options: Mapping[str, Any] | None = None, calls: bool = False
 ) -> Callable[[Callable[..., object]], Kernel]: ...
 def kernel(
     function: Callable[..., object] | None = None,
@@ -235,6 +319,7 @@ def kernel(
     cuda: str | None = None,
     name: str | None = None,
     options: Mapping[str, Any] | None = None,
+    calls: bool = False,
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Make a kernel of a host implementation and, with ``cuda=``, of CUDA source.
 
@@ -251,6 +336,8 @@ def kernel(
         The entry point in ``cuda``; by default the name of ``function``.
     options
         Options for the runtime compiler: fields of ``cuda.core.ProgramOptions``.
+    calls
+        Whether the kernel calls host functions (``Offload.host_function``).
 
     Raises
     ------
@@ -259,6 +346,6 @@ def kernel(
     """
 
     def decorate(implementation: Callable[..., object]) -> Kernel:
-        return Kernel(name or implementation.__name__, cuda=cuda, host=implementation, options=options)
+        return Kernel(name or implementation.__name__, cuda=cuda, host=implementation, options=options, calls=calls)
 
     return decorate if function is None else decorate(function)

@@ -9,14 +9,16 @@ import os
 import warnings
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 import numpy as np
 
 from aiooffload.buffer import Allocation, Buffer, PinnedArray
-from aiooffload.engine.engine import After, Engine
+from aiooffload.engine.engine import Engine
+from aiooffload.engine.host_functions import HostFunction, OnError
+from aiooffload.engine.submission import After, Terms
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
 from aiooffload.scalars import scalar
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from aiooffload.rules.wake import WakeMode
 
 __all__ = ["Offload"]
+
+_F = TypeVar("_F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 _entered: weakref.WeakSet[Offload] = weakref.WeakSet()
 
@@ -56,6 +60,12 @@ class Offload:
         How many operations may wait on the host before submitting raises WouldBlock.
     lane_depth
         How many operations a lane takes at a time, 1 to 200; the rest wait on the host, in order.
+    calling_lanes
+        Streams for launches whose kernels call host functions, 1 to 64, beside ``lanes``: so many
+        run at a time. They are made when the first such kernel is loaded.
+    call_timeout_s
+        Seconds after which a call of a kernel gives up waiting for the host (status TIMEOUT), on
+        the device's clock.
 
     Raises
     ------
@@ -80,6 +90,8 @@ class Offload:
         ordering: str = "program",
         max_pending: int = 65_536,
         lane_depth: int = 128,
+        calling_lanes: int = 8,
+        call_timeout_s: float = 30.0,
     ) -> None:
         # None before it was entered, and in a forked child.
         self._engine: Engine | None = None
@@ -100,6 +112,10 @@ class Offload:
             raise UsageError(f"lane_depth is 1 to 200, not {lane_depth}")
         if max_pending < 1:
             raise UsageError(f"max_pending is at least 1, not {max_pending}")
+        if not 1 <= calling_lanes <= 64:
+            raise UsageError(f"calling_lanes is 1 to 64, not {calling_lanes}")
+        if not 0 < call_timeout_s <= 86_400:
+            raise UsageError(f"call_timeout_s is above 0 and at most a day, not {call_timeout_s}")
         self._device = device
         self._options: Final[dict[str, Any]] = {
             "lanes": lanes,
@@ -107,6 +123,8 @@ class Offload:
             "program_order": ordering == "program",
             "max_pending": max_pending,
             "depth": lane_depth,
+            "calling_lanes": calling_lanes,
+            "call_timeout_s": call_timeout_s,
         }
 
     # -- opening and closing ---------------------------------------------------------------
@@ -262,7 +280,7 @@ class Offload:
                 return operation
         engine = self._open_engine()
         geometry = (grid, block, shared_bytes, cluster, cooperative)
-        return engine.launch(kernel, geometry, args, after, lane, instant, timeout_s)
+        return engine.submission.launch(kernel, geometry, args, Terms(after, lane, instant, timeout_s))
 
     async def load(self, *kernels: Kernel) -> None:
         """Compile and load kernels up front, so that their first launch does not wait.
@@ -295,6 +313,91 @@ class Offload:
                 if load.cancelled() and engine.refusal is not None:  # the Offload ended, not this task
                     raise engine.refusal() from None
                 raise
+
+    # -- calls from kernels ----------------------------------------------------------------
+
+    @overload
+    def host_function(self, function: _F, /) -> _F: ...
+    @overload
+    def host_function(
+        self,
+        function: None = None,
+        /,
+        *,
+        name: str | int | None = None,
+        batch: bool = False,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+        on_error: OnError = "cancel",
+    ) -> Callable[[_F], _F]: ...
+    def host_function(
+        self,
+        function: Any = None,
+        /,
+        *,
+        name: str | int | None = None,
+        batch: bool = False,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+        on_error: OnError = "cancel",
+    ) -> Any:
+        """Let kernels call a coroutine function while they run; a decorator, bare or with options.
+
+        Parameters
+        ----------
+        function
+            ``async def``. Each parameter is annotated: ``int`` (int64), ``float`` (float64),
+            ``bool`` or a NumPy type for a scalar, which arrives as a Python number (a structured
+            one as a NumPy record); ``ao.In``, ``ao.Out``, ``ao.InOut`` of a NumPy type for a mapped
+            array. The return annotation likewise, or none.
+        name
+            What kernels call it, as in ``ao::fn("name")``: by default the name of ``function``.
+            A number below 2**24 is its id itself.
+        batch
+            It takes all its pending requests at a time: for each parameter a ``(n,)`` array of the
+            annotated type (``NDArray[np.int64]`` is the same as ``np.int64`` here), and returns
+            ``(n,)`` results.
+        limit
+            How many may run at a time; the others wait, in order.
+        timeout_s
+            Seconds after which it is cancelled, and its kernel gets TIMEOUT.
+        on_error
+            When it raises, the kernel gets ERROR, and the launch ends with HostFunctionError once
+            the kernel is over. ``"cancel"``: the launch is asked to stop at once; ``"collect"``: it
+            goes on, and the error has all that were raised.
+
+        Returns
+        -------
+        The function itself.
+
+        Raises
+        ------
+        UsageError
+            It is no ``async def``, an annotation is missing or fits nothing a kernel can send, or
+            the name is taken (or has the id of another one).
+
+        Notes
+        -----
+        *Ordering.* Requests of one thread of a kernel are started in their order, and nothing is
+        promised between threads. A launch is done when its kernel is over and the functions it
+        has called, posts included, have returned.
+        *Thread.* It runs on the loop, in a copy of the launch's context (a batch: in the context of
+        this registration); its first step runs as soon as the request is read, on Python 3.12 and
+        later. ``ao.current_call()`` names the launch.
+        *Deadlock.* What would wait for the calling launch raises UsageError: work on its buffers,
+        loading a kernel, draining, closing. Other work on this Offload can be submitted and awaited.
+        *Source.* The reverse offload of OpenMP 5.2 ("ancestor" device modifier) is its model.
+        """
+        engine = self._open_engine()
+        engine.check_open()
+
+        def register(function: _F) -> _F:
+            engine.reverse.register(
+                HostFunction(function, name=name, batch=batch, limit=limit, timeout_s=timeout_s, on_error=on_error)
+            )
+            return function
+
+        return register if function is None else register(function)
 
     # -- memory ----------------------------------------------------------------------------
 
@@ -477,7 +580,7 @@ class Offload:
         engine = self._open_engine()
         operation: Operation[None] = Operation(engine.loop, engine, "fill")
         engine.copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
-        engine.submit(operation, [(buffer.allocation, True)], after, lane)
+        engine.submission.submit(operation, [(buffer.allocation, True)], Terms(after, lane))
         return operation
 
     def _to_device(
@@ -499,7 +602,7 @@ class Offload:
             operation.arrival = lambda op: op.finish(result)
         else:
             engine.copies.host_to_device(operation, dst, data, result)
-        engine.submit(operation, uses, after, lane, keep=src)
+        engine.submission.submit(operation, uses, Terms(after, lane), keep=src)
         return operation
 
     def _to_host(
@@ -521,7 +624,7 @@ class Offload:
             operation.arrival = lambda op: op.finish(result)
         else:
             engine.copies.device_to_host(operation, data, src, result)
-        engine.submit(operation, uses, after, lane, keep=dst)
+        engine.submission.submit(operation, uses, Terms(after, lane), keep=dst)
         return operation
 
     def _on_device(self, dst: Buffer, src: Buffer, after: Iterable[After], lane: Lane | None) -> Operation[None]:
@@ -532,7 +635,7 @@ class Offload:
             raise UsageError("source and destination overlap")
         operation: Operation[None] = Operation(engine.loop, engine, "copy")
         engine.copies.device_to_device(operation, dst, src)
-        engine.submit(operation, [(dst.allocation, True), (src.allocation, False)], after, lane)
+        engine.submission.submit(operation, [(dst.allocation, True), (src.allocation, False)], Terms(after, lane))
         return operation
 
     def _check_buffers(self, *buffers: Buffer) -> Engine:
@@ -557,8 +660,8 @@ class Offload:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes, by index."""
-        return tuple(self._open_engine().lanes.lanes)
+        """The lanes that take any operation, by index."""
+        return tuple(self._open_engine().lanes.open)
 
     @property
     def properties(self) -> DeviceProperties:
@@ -571,7 +674,9 @@ class Offload:
         Keys: ``device``, ``submitted``, ``completed``, ``in_flight``, ``pending`` (waiting on the
         host), ``wakes`` (by ``timer`` and by ``monitor``; all else was found by looking),
         ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes``,
-        ``fallback`` (why completions use events, empty if they do not).
+        ``calls`` (of kernels: ``served``, ``dropped`` because they made no sense, ``resident``
+        kernels that call, ``open`` calls and posts), ``fallback`` (why completions use events,
+        empty if they do not).
         """
         engine = self._open_engine()
         return {
@@ -585,6 +690,7 @@ class Offload:
             "watchdog_checks": engine.watchdog.checks,
             "buffers": engine.memory.live,
             "allocated_bytes": engine.memory.allocated_bytes,
+            "calls": engine.reverse.stats(),
             "fallback": engine.fallback,
         }
 

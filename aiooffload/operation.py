@@ -9,8 +9,9 @@ States, in order; ``done`` is final::
 
 from __future__ import annotations
 
-from asyncio import CancelledError
-from collections.abc import Callable
+from asyncio import CancelledError, Event, wait_for
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -37,6 +38,10 @@ class LaneLike(Protocol):
 class OperationOwner(Protocol):
     """What an operation asks of the engine that made it."""
 
+    @property
+    def label(self) -> str:
+        """The device as a user names it."""
+
     def check_caller(self) -> None:
         """Raise UsageError unless the caller is on the loop that owns it."""
 
@@ -45,6 +50,9 @@ class OperationOwner(Protocol):
 
     def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
         """Stop ``operation`` as far as it can be stopped."""
+
+    def device_progress(self, operation: Operation[Any]) -> tuple[int, int]:
+        """Return (done, total) as its kernel said it last."""
 
     def fail_dependent(self, operation: Operation[Any]) -> None:
         """Fail ``operation``, whose mark arrived although something it came after has failed."""
@@ -75,6 +83,7 @@ class Operation(_native.Operation, Generic[_T]):
         requires: tuple[Operation[Any], ...] | None  # those of deps whose failure is its failure
         prepared: Any  # a kernel's packed parameters
         steps: Callable[[Stream], None] | None  # what to enqueue instead of a kernel
+        calling: int  # its kernel calls: 1, or 2 if a host function launched it
         streamed: bool  # goes piece by piece: its lane's order alone does not put others after it
         stop: BaseException | None  # what it ends with if it can be stopped
         holds: int  # how many things keep it on the host
@@ -112,12 +121,39 @@ class Operation(_native.Operation, Generic[_T]):
         """Ask the work to stop and return at once; False if it was done already.
 
         What waits on the host ends with ``asyncio.CancelledError``. What is on the device ends
-        when the device is through with it, and then counts as completed.
+        when the device is through with it, and then counts as completed; a kernel that calls is told
+        (its waits return CANCELLED), and the operation is cancelled once it has seen that.
         """
         if self.done():
             return False
         self.owner.cancel(self, CancelledError())
         return True
+
+    async def progress(self, interval_s: float = 0.05) -> AsyncIterator[tuple[int, int]]:
+        """Iterate over (done, total) as the kernel says it with ``launch.progress``, until the operation is done.
+
+        Parameters
+        ----------
+        interval_s
+            Seconds between two looks; what is said in between is passed over, the last is not.
+
+        Notes
+        -----
+        For a launch whose kernel calls; any other gives nothing. It raises nothing of the operation's.
+        """
+        last = (0, 0)
+        done = Event()
+        self.add_done_callback(lambda _: done.set())
+        while True:
+            over = self.done()
+            now = self.owner.device_progress(self)
+            if now != last:
+                last = now
+                yield now
+            if over:
+                return
+            with suppress(TimeoutError):
+                await wait_for(done.wait(), interval_s)
 
     @property
     def duration_ns(self) -> int:
@@ -130,10 +166,11 @@ class Operation(_native.Operation, Generic[_T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            await self
-        else:
-            self.cancel()
+        try:
+            if kind is None:
+                await self
+        finally:
+            self.cancel()  # unless it is done
 
     def __repr__(self) -> str:
         if not self.finished:

@@ -4,47 +4,93 @@ Counts bytes, lines and occurrences of words (overlapping ones too) in each file
 launches in flight. Exits 1 if any count differs from plain Python's, 2 if the scan could not be made.
 """
 
+# Two jobs show kernels that call the host, each with its own --help: see LOOKUP and STREAM. A folder
+# of such a name is scanned as ./lookup.
+
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import io
 import json
+import sqlite3
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.console import Console
 
+    from aiooffload.examples.lookup import Result
     from aiooffload.examples.scan import FileReport, ScanResult
+    from aiooffload.examples.stream import Summary
 
+_T = TypeVar("_T")
 Advance = Callable[[int, int], None]
+Job = Callable[[argparse.Namespace, TextIO], tuple[int, dict[str, Any] | None]]
+"""Prints what there is to say; returns the exit code, and the figures if it has come that far."""
 
 DEFAULT_WORDS = "import,self,return,async,=="
 SHOWN = 5
 """Rows of each ranking in the table."""
 SHOWN_PROBLEMS = 10
 
+JOBS = """other jobs, in place of a path:
+  lookup    a kernel resolves keys and asks a SQLite database for those it does not hold
+  stream    a kernel takes a large file through a small buffer and asks for each chunk
+"""
+LOOKUP = """Resolve keys in a kernel that asks a SQLite database for those that its table does not hold.
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+The database is made for the purpose; most keys are asked for again and again, and a few of them it does
+not have. Every value is compared with plain Python's. Exits 1 if one differs, 2 if it could not be done.
+"""
+STREAM = """Take a large file through a small device buffer, in one launch that asks for each chunk.
+
+Counts byte values and makes a checksum, and compares them with plain Python's. Exits 1 if they differ,
+2 if it could not be done.
+"""
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    if argv[:1] == ["lookup"]:
+        parser = job_parser("scripts/demo lookup", LOOKUP, lookup_job)
+        parser.add_argument("--rows", type=positive, default=100_000, help="of the database (default: %(default)s)")
+        parser.add_argument("--keys", type=positive, default=200_000, help="to resolve (default: %(default)s)")
+        return parser.parse_args(argv[1:])
+    if argv[:1] == ["stream"]:
+        parser = job_parser("scripts/demo stream", STREAM, stream_job)
+        parser.add_argument("path", nargs="?", help="the file (default: random bytes, made for the purpose)")
+        parser.add_argument("--mib", type=positive, default=64, help="size of that file (default: %(default)s)")
+        parser.add_argument("--chunk-kib", type=positive, default=1024, help="read at a time (default: %(default)s)")
+        return parser.parse_args(argv[1:])
+    parser = job_parser("scripts/demo", __doc__, scan_job, epilog=JOBS)
     parser.add_argument("path", nargs="?", help="the tree to scan (default: this Python's standard library)")
-    parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
     parser.add_argument("--lanes", type=positive, default=16, help="streams to spread the launches over (default: 16)")
     parser.add_argument("--words", type=words, default=DEFAULT_WORDS, metavar="WORD,...", help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def job_parser(name: str, description: str | None, job: Job, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every job has."""
+    parser = argparse.ArgumentParser(
+        prog=name, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(job=job)
+    parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, install nothing")
-    return parser.parse_args(argv)
+    return parser
 
 
 def positive(text: str) -> int:
@@ -61,34 +107,46 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments(argv)
+    options = arguments(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # File names need not be text.
     out = sys.stderr if options.json == "-" else sys.stdout
-    import uvloop
-
     import aiooffload as ao
 
-    root = Path(options.path or sysconfig.get_path("stdlib"))
     try:
         if options.json and options.json != "-":
-            open(options.json, "a").close()  # Better to know now than after the scan.
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            result, device = runner.run(scan_tree(options, root, out))
-    except (ao.OffloadError, OSError) as error:
+            open(options.json, "a").close()  # Better to know now than after the job.
+        code, found = options.job(options, out)
+    except (ao.OffloadError, OSError, sqlite3.Error) as error:
         print(f"scripts/demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nscripts/demo: stopped", file=sys.stderr)
         return 130
+    if options.json and found is not None:
+        write_json(options.json, found)
+    return int(code)
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+# The scan.
+
+
+def scan_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, Any] | None]:
+    root = Path(options.path or sysconfig.get_path("stdlib"))
+    result, device = run(scan_tree(options, root, out))
     if not result.files:
         print(f"scripts/demo: nothing to scan under {root}: no files that can be read", file=sys.stderr)
-        return 2
+        return 2, None
     report(result, out)
-    if options.json:
-        write_json(options.json, figures(result, device))
-    return 1 if result.differences else 0
+    return 1 if result.differences else 0, figures(result, device)
 
 
 async def scan_tree(options: argparse.Namespace, root: Path, out: TextIO) -> tuple[ScanResult, str]:
@@ -103,15 +161,15 @@ async def scan_tree(options: argparse.Namespace, root: Path, out: TextIO) -> tup
 
 
 @contextmanager
-def progress_on(out: TextIO) -> Iterator[Advance]:
+def progress_on(out: TextIO, unit: str = "files") -> Iterator[Advance]:
     """Show progress as a bar on a terminal, as a line for each tenth elsewhere."""
     shown = -1
 
     def line(done: int, total: int) -> None:
         nonlocal shown
-        if (tenth := done * 10 // total) > shown:
+        if (tenth := done * 10 // max(total, 1)) > shown:
             shown = tenth
-            print(f"{done} of {total} files", file=out, flush=True)
+            print(f"{done} of {total} {unit}", file=out, flush=True)
 
     console = rich_console(out)
     if console is None:
@@ -119,7 +177,7 @@ def progress_on(out: TextIO) -> Iterator[Advance]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("files"), TimeElapsedColumn())
+    columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
     with Progress(*columns, console=console, auto_refresh=False) as bar:
         task = bar.add_task("", total=None)
         drawn = 0.0
@@ -249,6 +307,114 @@ def figures(result: ScanResult, device: str) -> dict[str, Any]:
         "peak_launches": result.peak_launches,
         "unreadable": len(result.unreadable),
     }
+
+
+# The jobs whose kernels call the host.
+
+
+def lookup_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, Any] | None]:
+    if importlib.util.find_spec("aiosqlite") is None:
+        print("scripts/demo: this job needs aiosqlite: pip install 'aiooffload[demo]'", file=sys.stderr)
+        return 2, None
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    known = random.choice(2**40, options.rows, replace=False)
+    entries = dict(zip(known.tolist(), random.random(options.rows).tolist(), strict=True))
+    # The eighth power: few keys are most of what is asked for.
+    keys = known[(random.random(options.keys) ** 8 * options.rows).astype(np.int64)]
+    keys[::101] += 2**40
+    with tempfile.TemporaryDirectory() as folder:
+        result, device = run(resolve_keys(options, Path(folder, "entries.sqlite"), entries, keys, out))
+    expected = np.array([entries.get(key, np.nan) for key in keys.tolist()])
+    differing = int(np.count_nonzero((result.values != expected) & ~(np.isnan(result.values) & np.isnan(expected))))
+    print(
+        f"{result.hits:,} hits, {result.misses:,} misses; {result.batches:,} queries gave {result.rows:,} rows; "
+        f"{result.wall_s:.2f} s",
+        file=out,
+    )
+    verdict = f"failed: {differing} values differ from plain Python's, of" if differing else "ok:"
+    print(f"{verdict} {keys.size} keys, {keys.size / result.wall_s:.0f} keys/s", file=out, flush=True)
+    return 1 if differing else 0, {
+        "keys": keys.size,
+        "hits": result.hits,
+        "misses": result.misses,
+        "batches": result.batches,
+        "rows": result.rows,
+        "mismatches": differing,
+        "wall_s": round(result.wall_s, 4),
+        "device": device,
+    }
+
+
+async def resolve_keys(
+    options: argparse.Namespace, path: Path, entries: dict[int, float], keys: NDArray[np.int64], out: TextIO
+) -> tuple[Result, str]:
+    import aiooffload as ao
+    from aiooffload.examples.lookup import Database, create_database, resolve
+
+    await create_database(path, entries.items())
+    async with Database(path) as database, ao.Offload(options.device) as off:
+        device = off.properties.label
+        print(f"resolving {keys.size} keys on {device}, {len(entries)} rows in the database", file=out, flush=True)
+        with progress_on(out, "keys") as advance:
+            return await resolve(off, database, keys, progress=advance), device
+
+
+def stream_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, Any] | None]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(options.path or write_random(Path(folder, "bytes"), options.mib))
+        result, device = run(stream_file(options, path, out))
+        histogram, checksum = plain_summary(path)
+    same = result.histogram.tolist() == histogram.tolist() and result.checksum == checksum
+    print(f"{result.chunks:,} chunks, checksum {result.checksum:016x}; {result.wall_s:.2f} s", file=out)
+    verdict = "ok" if same else "failed: plain Python counts otherwise"
+    rate = result.nbytes / 2**20 / result.wall_s
+    print(f"{verdict}: {result.nbytes} bytes, {result.lines} lines, {rate:.0f} MiB/s", file=out, flush=True)
+    return 0 if same else 1, {
+        "bytes": result.nbytes,
+        "lines": result.lines,
+        "chunks": result.chunks,
+        "checksum": f"{result.checksum:016x}",
+        "mismatches": 0 if same else 1,
+        "wall_s": round(result.wall_s, 4),
+        "device": device,
+    }
+
+
+async def stream_file(options: argparse.Namespace, path: Path, out: TextIO) -> tuple[Summary, str]:
+    import aiooffload as ao
+    from aiooffload.examples.stream import stream
+
+    async with ao.Offload(options.device) as off:
+        device = off.properties.label
+        print(f"streaming {path} through {device}, {options.chunk_kib} KiB at a time", file=out, flush=True)
+        with progress_on(out, "bytes") as advance:
+            return await stream(off, path, chunk_bytes=options.chunk_kib * 1024, progress=advance), device
+
+
+def write_random(path: Path, mib: int) -> Path:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    with path.open("wb") as file:
+        for _ in range(mib):
+            file.write(random.bytes(2**20))
+    return path
+
+
+def plain_summary(path: Path) -> tuple[NDArray[np.int64], int]:
+    """Count byte values and make the checksum with NumPy alone."""
+    import numpy as np
+
+    data: NDArray[np.uint8] = np.fromfile(path, np.uint8)
+    # A part at a time: the positions are eight times as large as the bytes.
+    part = 2**20
+    checksum = sum(
+        int(np.arange(i + 1, i + 1 + len(data[i : i + part]), dtype=np.uint64) @ data[i : i + part])
+        for i in range(0, data.size, part)
+    )
+    return np.bincount(data, minlength=256), checksum % 2**64
 
 
 def write_json(target: str, data: dict[str, Any]) -> None:

@@ -35,9 +35,13 @@ def code_spans() -> list[str]:
     return re.findall(r"`([^`\n]+)`", PROSE)
 
 
-def run_example(tmp_path: Path, **environment: str) -> str:
-    """Run the example, exactly as printed, in a new interpreter with warnings as errors."""
-    (example,) = blocks("python")
+EXAMPLES = {"Example": 0, "Calls from kernels": 1}
+"""The headings with an example, each with the place of its block."""
+
+
+def run_example(tmp_path: Path, heading: str = "Example", **environment: str) -> str:
+    """Run an example, exactly as printed, in a new interpreter with warnings as errors."""
+    example = blocks("python")[EXAMPLES[heading]]
     file = tmp_path / "example.py"
     file.write_text(example, encoding="utf-8")
     result = subprocess.run(
@@ -66,10 +70,24 @@ def test_example_runs_on_a_gpu(tmp_path: Path) -> None:
     assert "`cuda:0 1998.0`" in section("Example")
 
 
-def test_example_is_short() -> None:
-    """The example has about 20 lines of code."""
-    (example,) = blocks("python")
-    assert len([line for line in example.splitlines() if line.strip()]) <= 22
+def test_example_of_calls_runs_on_the_host(tmp_path: Path) -> None:
+    """The example of a kernel that calls runs as printed, and prints what the text says."""
+    assert run_example(tmp_path, "Calls from kernels", CUDA_VISIBLE_DEVICES="") == "15.0\n"
+    assert "`15.0`" in section("Calls from kernels")
+
+
+@pytest.mark.gpu
+def test_example_of_calls_runs_on_a_gpu(tmp_path: Path) -> None:
+    """The example of a kernel that calls prints the same on a GPU."""
+    assert run_example(tmp_path, "Calls from kernels") == "15.0\n"
+
+
+@pytest.mark.parametrize("heading", EXAMPLES)
+def test_examples_are_short(heading: str) -> None:
+    """An example has about 25 lines of code."""
+    assert len(blocks("python")) == len(EXAMPLES)
+    example = blocks("python")[EXAMPLES[heading]]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 26
 
 
 def commands() -> list[list[str]]:

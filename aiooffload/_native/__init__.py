@@ -4,14 +4,17 @@ One file per thing in C: ``word.c`` (64-bit words shared with a device), ``opera
 awaitable's core), ``board.c`` (completion slots and the operations waiting on them), ``plan.c``
 (a launch's geometry and its running time estimate), ``pack.c`` (kernel parameters), ``clock.c``
 (timerfd), ``cuda_stream.c`` (streams and the wake on a GPU), ``launcher.c``
-(plain launches, from the call to the driver) and ``host_stream.c`` (the
-host device's streams).
+(plain launches, from the call to the driver), ``host_stream.c`` (the host device's streams),
+``channel.c`` (the host's end of a channel) and ``port.c`` (the device's end, for host kernels).
 """
 
 from aiooffload._native._core import (
     Board,
+    Caller,
+    Channel,
     CudaEvent,
     CudaStream,
+    Handler,
     HostContext,
     HostEvent,
     HostStream,
@@ -19,8 +22,11 @@ from aiooffload._native._core import (
     Launcher,
     LaunchPlan,
     Operation,
+    Port,
+    Request,
     Timer,
     Word,
+    calling,
     cuda_initialise,
     now_ns,
     pack,
@@ -29,8 +35,11 @@ from aiooffload._native._core import (
 
 __all__ = [
     "Board",
+    "Caller",
+    "Channel",
     "CudaEvent",
     "CudaStream",
+    "Handler",
     "HostContext",
     "HostEvent",
     "HostStream",
@@ -38,8 +47,11 @@ __all__ = [
     "LaunchPlan",
     "Launcher",
     "Operation",
+    "Port",
+    "Request",
     "Timer",
     "Word",
+    "calling",
     "cuda_initialise",
     "now_ns",
     "pack",

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Generator
-from contextvars import Context
-from typing import Any
+from contextvars import Context, ContextVar
+from typing import Any, Protocol, Self
 
 def now_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds."""
@@ -76,6 +76,7 @@ class Operation:
     followers: Any
     holds: int
     streamed: bool
+    calling: int
     plan: LaunchPlan | None
     keep: object
     arrival: Callable[[Any], None] | None
@@ -133,7 +134,13 @@ class Board:
     """All lanes' queues of one Offload; finds what arrived."""
 
     def __init__(self) -> None: ...
-    def add(self, slot: Word, depth: int, sequence: int = 0) -> LaneQueue: ...
+    def add(self, slot: Word, depth: int, sequence: int = 0, *, apart: bool = False) -> LaneQueue:
+        """Add a lane and return its queue; one that is ``apart`` takes no launch by itself."""
+    @property
+    def open(self) -> int:
+        """How many lanes take any launch: the first ones."""
+    channel: Channel | None
+    """What a look watches besides the lanes."""
     @property
     def in_flight(self) -> int: ...
     @property
@@ -152,7 +159,7 @@ class Board:
     def pick(self, first: int, last: int) -> int:
         """Index of the least busy lane in range(first, last), rotating among equals."""
     def poll(self, spin_ns: int = 0) -> int:
-        """Finish every operation whose mark arrived and return how many.
+        """Finish every operation whose mark arrived, read what the channel holds, and return how many of both.
 
         With ``spin_ns`` it looks, without the interpreter, until something arrives or the time is over.
         """
@@ -257,3 +264,151 @@ class HostStream:
     def enqueue_wait_event(self, event: Any) -> None: ...
     def query(self) -> bool: ...
     def close(self) -> None: ...
+
+calling: ContextVar[Any]
+"""What a handler serves: the Caller, or the Request if that is a batch."""
+
+class Caller:
+    """A launch on the device whose kernel calls; handlers of its requests start from ``context``."""
+
+    def __init__(self, context: Context, operation: Any) -> None: ...
+    @property
+    def context(self) -> Context: ...
+    @property
+    def operation(self) -> Any: ...
+    @property
+    def requests(self) -> set[Request]:
+        """Requests of which the handler has started and not ended."""
+    @property
+    def active(self) -> int:
+        """How many of its requests were read and are not over."""
+    stopped: bool
+    """Nothing of it is served any more."""
+    told: bool
+    """Some wait of it was answered CANCELLED."""
+    ended: bool
+    """Its kernel is over and everything it sent was read: ``owner.idle`` is called once ``active`` is 0."""
+
+class Handler:
+    """A host function, as the drain knows it.
+
+    ``formats`` has a letter of the struct module per argument, ``nbytes`` is the size of all of them,
+    ``read(request.data, dtype)`` makes an array of a batch's rows, with fields f0, f1 ... if they have several,
+    ``reply_format`` is a letter or empty (``owner.encode`` makes the reply). ``plain``: the drain may
+    decode and start it by itself. ``batch``: it takes all requests that one drain has found.
+    """
+
+    def __new__(
+        cls,
+        callable: Callable[..., Any],
+        context: Context,
+        formats: bytes,
+        read: Callable[[Any, Any], Any],
+        dtype: Any,
+        nbytes: int,
+        reply_format: bytes,
+        reply_kind: int,
+        reply_nbytes: int,
+        plain: bool,
+        batch: bool,
+    ) -> Self: ...
+    @property
+    def callable(self) -> Callable[..., Any]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def batch(self) -> bool: ...
+
+class Request:
+    """One request, or a batch of them."""
+
+    @property
+    def data(self) -> bytearray | None:
+        """The arguments, row by row; None if the extension has decoded them."""
+    @property
+    def handler(self) -> Handler: ...
+    @property
+    def task(self) -> asyncio.Task[Any] | None:
+        """The task of its handler, once that has suspended."""
+    @property
+    def rows(self) -> int: ...
+    @property
+    def count(self) -> int:
+        """How many requests of a kernel it stands for."""
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def callers(self) -> list[Caller]: ...
+    def start(self, coroutine: Any) -> None:
+        """Run a coroutine as an eager task; its result is the reply."""
+    def end(self, status: int, code: int = 0) -> None:
+        """Answer what is open without a result; it is over unless its handler runs."""
+    def drop(self, caller: Caller) -> bool:
+        """Answer CANCELLED to one launch; whether it also comes from others."""
+
+class ChannelOwner(Protocol):
+    """What a Channel asks of its owner, on the loop's thread."""
+
+    def begin(self, request: Request) -> None:
+        """Start a request that is not plain."""
+    def failed(self, request: Request, error: BaseException) -> None:
+        """Answer a request whose handler raised."""
+    def encode(self, request: Request, result: Any) -> bytes:
+        """Return the reply for a result, rows one after the other; what it raises, the handler raised."""
+    def idle(self, caller: Caller) -> None:
+        """Take note that ``caller`` has ended and nothing of it is left."""
+    def refused(self, caller: Caller, function: int, handler: Handler | None, nbytes: int) -> None:
+        """Take note of a request of an unknown function (None) or with arguments of another size."""
+
+class Channel:
+    """The host's end of a channel: reads requests, starts handlers, writes replies."""
+
+    def __init__(
+        self,
+        address: int,
+        memory: object,
+        loop: asyncio.AbstractEventLoop,
+        handlers: dict[int, Any],
+        owner: ChannelOwner,
+    ) -> None: ...
+    @property
+    def position(self) -> int:
+        """How many tickets were read."""
+    @property
+    def posts(self) -> int: ...
+    @property
+    def dropped(self) -> int:
+        """Descriptors that made no sense."""
+    served_ns: int
+    """When something was last read, on the clock of now_ns."""
+    unsettled: int
+    """Launches that have ended with something unread; kept by the owner."""
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def closed(self) -> bool: ...
+    def pending(self) -> bool: ...
+    def drain(self, budget_ns: int) -> int:
+        """Read requests and start their handlers, for about so long; 0 from within a drain."""
+    def attach(self, launch: int, caller: Caller | None) -> None: ...
+    def close(self) -> None:
+        """Read and answer nothing any more; the memory may go."""
+
+class Port:
+    """The device's end of a channel, for one launch on the host device. Any thread."""
+
+    def __init__(self, parameter: bytes, owner: object) -> None: ...
+    timeout_ns: int
+    """After so long a wait ends with TIMEOUT."""
+    def call(self, function: int, data: bytes, rows: int = 1) -> tuple[int, int, int]:
+        """Send a request; returns (status, cell, ticket), the last two only if the status is OK."""
+    def post(self, function: int, data: bytes, rows: int = 1) -> int: ...
+    def poll(self, cell: int, ticket: int) -> tuple[int, int, bytes] | None:
+        """Return (status, kind, bytes) if the reply is there; the bytes of an ERROR are its code."""
+    def wait(self, cell: int, ticket: int, function: int) -> tuple[int, int, bytes]: ...
+    def leave(self, cell: int, ticket: int) -> None:
+        """Give a reply up."""
+    def cancelled(self) -> bool: ...
+    def report(self, function: int, code: int) -> None:
+        """Say that a call went wrong in a way that the host does not see."""
+    def progress(self, done: int, total: int) -> None: ...

@@ -9,6 +9,8 @@
 #define EXACT_SHARE 64     /* or within this fraction of the duration */
 #define MOST_TOGETHER 8    /* tiny operations put on one lane while others are idle */
 #define BATCH 256          /* operations finished per scan, so that the list fits on the stack */
+#define SERVE_NS 200000    /* one look reads requests for so long before others have their turn */
+#define STAY_NS 20000      /* how long a look stays with a kernel that calls again and again */
 #define MAX_SPIN_LANES 256 /* lanes watched while spinning; more are looked at between spins */
 
 /* ---- queue ---- */
@@ -200,7 +202,7 @@ static Py_ssize_t drain(AoBoard *board) {
     return total;
 }
 
-/* Looks without the interpreter until any lane's head arrives or the time is over. */
+/* Looks without the interpreter until any lane's head or a request arrives, or the time is over. */
 static void spin(AoBoard *board, int64_t until) {
     const AoWord *slots[MAX_SPIN_LANES];
     uint64_t heads[MAX_SPIN_LANES];
@@ -211,11 +213,13 @@ static void spin(AoBoard *board, int64_t until) {
         slots[watched] = (AoWord *)Py_NewRef(lane->slot);
         heads[watched++] = head_sequence(lane);
     }
+    PyObject *channel = Py_XNewRef(board->channel);
     Py_BEGIN_ALLOW_THREADS;
     int64_t now;
     do {
         for (int i = 0; i < watched; i++)
             if (ao_reached(ao_word_load(slots[i]), heads[i])) goto arrived;
+        if (channel && ao_channel_pending((struct AoChannel *)channel)) goto arrived;
         ao_pause();
         now = ao_now_ns();
         __atomic_store_n(&board->looked_ns, now, __ATOMIC_RELAXED);
@@ -223,17 +227,50 @@ static void spin(AoBoard *board, int64_t until) {
 arrived:;
     Py_END_ALLOW_THREADS;
     for (int i = 0; i < watched; i++) Py_DECREF((PyObject *)slots[i]);
+    Py_XDECREF(channel);
+}
+
+static int is_called(const AoBoard *self) {
+    return self->channel && ao_channel_pending((struct AoChannel *)self->channel);
+}
+
+/* Finishes what arrived and serves what was asked for; -1 with an exception. */
+static Py_ssize_t look(AoBoard *self) {
+    Py_ssize_t count = drain(self);
+    if (!is_called(self)) return count;
+    PyObject *channel = Py_NewRef(self->channel);
+    Py_ssize_t served = ao_channel_drain((struct AoChannel *)channel, SERVE_NS);
+    Py_DECREF(channel);
+    return served < 0 ? -1 : count + served;
+}
+
+/* Looks, for up to `spin_ns` if nothing is there; -1 with an exception. While nothing but requests arrives,
+ * and each is answered at once, the next one of the same kernel is near, and going through the loop in
+ * between would only be late for it: so it stays for a while. */
+static Py_ssize_t look_on(AoBoard *self, int64_t spin_ns) {
+    int64_t began = ao_now_ns();
+    Py_ssize_t total = 0;
+    for (;;) {
+        unsigned long long completed = self->completed;
+        uint64_t suspended = self->channel ? ao_channel_suspended((struct AoChannel *)self->channel) : 0;
+        Py_ssize_t count = look(self);
+        if (count == 0 && spin_ns > 0 && self->in_flight) {
+            spin(self, ao_now_ns() + spin_ns);
+            count = look(self);
+        }
+        if (count < 0) return -1;
+        total += count;
+        if (count == 0 || spin_ns <= 0 || !self->in_flight || !self->channel || self->completed != completed ||
+            ao_channel_suspended((struct AoChannel *)self->channel) != suspended || ao_now_ns() - began > STAY_NS)
+            return total;
+    }
 }
 
 static PyObject *board_poll(AoBoard *self, PyObject *const *args, Py_ssize_t nargs) {
     long long spin_ns = nargs > 0 ? PyLong_AsLongLong(args[0]) : 0;
     if (spin_ns == -1 && PyErr_Occurred()) return NULL;
-    Py_ssize_t count = drain(self);
-    if (count == 0 && spin_ns > 0 && self->in_flight) {
-        spin(self, ao_now_ns() + spin_ns);
-        count = drain(self);
-    }
-    return PyLong_FromSsize_t(count);
+    Py_ssize_t count = look_on(self, spin_ns);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
 /* A lane that is awake with a few tiny operations, or -1. Each of the host's lanes is a thread: spread
@@ -274,11 +311,16 @@ static PyObject *board_pick(AoBoard *self, PyObject *const *args, Py_ssize_t nar
 }
 
 static PyObject *board_add(AoBoard *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"slot", "depth", "sequence", NULL};
+    static char *names[] = {"slot", "depth", "sequence", "apart", NULL};
     PyObject *slot;
     unsigned depth;
     unsigned long long sequence = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I|K:add", names, &AoWord_Type, &slot, &depth, &sequence)) return NULL;
+    int apart = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I|K$p:add", names, &AoWord_Type, &slot, &depth, &sequence, &apart)) return NULL;
+    if (!apart && self->open < PyList_GET_SIZE(self->lanes)) {
+        PyErr_SetString(PyExc_ValueError, "lanes for any launch come before those that are apart");
+        return NULL;
+    }
     if (depth == 0) {
         PyErr_SetString(PyExc_ValueError, "depth is at least 1");
         return NULL;
@@ -297,6 +339,7 @@ static PyObject *board_add(AoBoard *self, PyObject *args, PyObject *kwargs) {
         Py_DECREF(lane);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
+    if (!apart) self->open++;
     __atomic_store_n(lane->slot->host, sequence, __ATOMIC_SEQ_CST);
     return (PyObject *)lane;
 }
@@ -339,12 +382,14 @@ static PyObject *board_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static int board_traverse(AoBoard *self, visitproc visit, void *arg) {
     Py_VISIT(self->lanes);
+    Py_VISIT(self->channel);
     return 0;
 }
 
 static int board_clear(AoBoard *self) {
     for (Py_ssize_t i = 0; self->lanes && i < PyList_GET_SIZE(self->lanes); i++) ao_board_lane(self, i)->board = NULL;
     Py_CLEAR(self->lanes);
+    Py_CLEAR(self->channel);
     return 0;
 }
 
@@ -369,8 +414,27 @@ static PyMemberDef board_members[] = {
     {"progress_ns", T_LONGLONG, offsetof(AoBoard, progress_ns), READONLY, NULL},
     {"pending", T_PYSSIZET, offsetof(AoBoard, pending), 0, NULL},
     {"paused", T_PYSSIZET, offsetof(AoBoard, paused), 0, NULL},
+    {"open", T_PYSSIZET, offsetof(AoBoard, open), READONLY, NULL},
     {"watched", T_BOOL, offsetof(AoBoard, watched), 0, NULL},
     {NULL, 0, 0, 0, NULL},
+};
+
+static PyObject *board_get_channel(AoBoard *self, void *Py_UNUSED(closure)) {
+    return Py_NewRef(self->channel ? self->channel : Py_None);
+}
+
+static int board_set_channel(AoBoard *self, PyObject *value, void *Py_UNUSED(closure)) {
+    if (value && value != Py_None && !PyObject_TypeCheck(value, &AoChannel_Type)) {
+        PyErr_SetString(PyExc_TypeError, "channel is a Channel or None");
+        return -1;
+    }
+    Py_XSETREF(self->channel, value == Py_None ? NULL : Py_XNewRef(value));
+    return 0;
+}
+
+static PyGetSetDef board_getset[] = {
+    {"channel", (getter)board_get_channel, (setter)board_set_channel, "What a look watches besides the lanes, or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 PyTypeObject AoBoard_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.Board",
@@ -382,5 +446,6 @@ PyTypeObject AoBoard_Type = {
     .tp_traverse = (traverseproc)board_traverse,
     .tp_clear = (inquiry)board_clear,
     .tp_methods = board_methods,
+    .tp_getset = board_getset,
     .tp_members = board_members,
 };

@@ -63,16 +63,25 @@ void ao_host_notify(void) {
     pthread_mutex_unlock(&parking.mutex);
 }
 
-/* Sleeps, without the interpreter, until the word at `address` reached `value`. */
-static void park(const uint64_t *address, uint64_t value) {
-    Waiter w = {.address = address, .value = value, .wake = PTHREAD_COND_INITIALIZER};
+/* Sleeps, without the interpreter, until the word at `address` reached `value`, or until the time is over (0: never). */
+static void park(const uint64_t *address, uint64_t value, int64_t until_ns) {
+    Waiter w = {.address = address, .value = value};
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&w.wake, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    struct timespec until = {until_ns / 1000000000, until_ns % 1000000000};
     pthread_mutex_lock(&parking.mutex);
     w.next = parking.first;
     if (w.next) w.next->previous = &w;
     parking.first = &w;
     __atomic_fetch_add(&parking.count, 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    while (!w.released && !reached(address, value)) pthread_cond_wait(&w.wake, &parking.mutex);
+    while (!w.released && !reached(address, value)) {
+        if (!until_ns) pthread_cond_wait(&w.wake, &parking.mutex);
+        else if (pthread_cond_timedwait(&w.wake, &parking.mutex, &until)) break;
+    }
     __atomic_fetch_sub(&parking.count, 1, __ATOMIC_SEQ_CST);
     if (w.previous) w.previous->next = w.next;
     else parking.first = w.next;
@@ -80,6 +89,8 @@ static void park(const uint64_t *address, uint64_t value) {
     pthread_mutex_unlock(&parking.mutex);
     pthread_cond_destroy(&w.wake);
 }
+
+void ao_host_wait(const uint64_t *address, uint64_t value, int64_t until_ns) { park(address, value, until_ns); }
 
 static void after_fork(void) {
     fork_generation++;
@@ -455,7 +466,7 @@ static void keep_used(HostStream *self, AoWord *word, PyThreadState **released) 
 static void wait_for(const uint64_t *address, uint64_t value, PyThreadState **released) {
     if (reached(address, value)) return;
     interpreter_release(released);
-    park(address, value);
+    park(address, value, 0);
 }
 
 /* Before each piece of a long transfer: a finalising interpreter frees the memory it works on. */

@@ -163,7 +163,7 @@ static PyObject *submit(Launcher *self, PyObject *site, PyObject *prepared, AoQu
 /* launch(kernel, grid, block, args) -> Operation, or None: not for this path, nothing was done. */
 static PyObject *launcher_launch(Launcher *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 4) return PyErr_Format(PyExc_TypeError, "launch(kernel, grid, block, args)");
-    if (!self->ready || !PyList_GET_SIZE(self->board->lanes) || self->board->pending || self->board->paused || !PyTuple_CheckExact(args[3])) Py_RETURN_NONE;
+    if (!self->ready || !self->board->open || self->board->pending || self->board->paused || !PyTuple_CheckExact(args[3])) Py_RETURN_NONE;
     PyObject *running = ao_running_loop();
     if (!running) return NULL;
     Py_DECREF(running); /* only its identity matters */
@@ -174,7 +174,7 @@ static PyObject *launcher_launch(Launcher *self, PyObject *const *args, Py_ssize
         Py_RETURN_NONE;
     }
     AoPlan *plan = (AoPlan *)PyTuple_GET_ITEM(site, 0);
-    AoQueue *lane = ao_board_lane(self->board, ao_board_pick(self->board, 0, PyList_GET_SIZE(self->board->lanes), plan));
+    AoQueue *lane = ao_board_lane(self->board, ao_board_pick(self->board, 0, self->board->open, plan));
     if (lane->in_flight == lane->depth || !lane->stream) Py_RETURN_NONE;
     Py_INCREF(site); /* enqueuing may run other code, which may replace it */
     PyObject *prepared = prepare(site, args[3]), *result = NULL;

@@ -39,6 +39,8 @@ static inline uint64_t ao_word_load(const AoWord *w) { return __atomic_load_n(w-
 
 /* host_stream.c: wakes every host stream that waits for a word or an event. Cheap if none does. */
 void ao_host_notify(void);
+/* host_stream.c: sleeps, without the interpreter, until the word reached `value` or the time is over. */
+void ao_host_wait(const uint64_t *address, uint64_t value, int64_t until_ns);
 
 /* ---- plan.c: geometry of a launch and the running estimate of its duration ---- */
 #define AO_PLAN_WINDOW 5
@@ -84,6 +86,7 @@ typedef struct {
     PyObject *owner, *name, *lane, *deps, *requires, *prepared, *steps, *stop, *followers;
     int holds;
     char streamed;
+    char calling;             /* its kernel calls: 2 if it was launched by a handler */
     PyObject *weakrefs;
     PyObject *queue;          /* the AoQueue it was pushed to, or NULL */
     uint64_t sequence;        /* its mark on that lane; meaningless while queue is NULL */
@@ -130,6 +133,8 @@ typedef struct AoBoard {
     unsigned long long pushed, completed; /* ever */
     Py_ssize_t pending;       /* operations on the host that could not go yet: later ones queue behind */
     Py_ssize_t paused;        /* barriers up */
+    Py_ssize_t open;          /* lanes [0, open) take any launch; those behind have a purpose of their own */
+    PyObject *channel;        /* AoChannel that a look has to watch, too, or NULL */
     char watched;             /* a look is scheduled: a push need not tell anybody */
 } AoBoard;
 extern PyTypeObject AoQueue_Type, AoBoard_Type;
@@ -141,6 +146,17 @@ static inline AoQueue *ao_board_lane(const AoBoard *board, Py_ssize_t i) {
 Py_ssize_t ao_board_pick(AoBoard *board, Py_ssize_t first, Py_ssize_t last, const AoPlan *plan);
 /* The mark issued + 1 of a lane that has room was enqueued for `op`. */
 void ao_queue_push(AoQueue *queue, AoOperation *op, int64_t started_ns);
+
+/* ---- channel.c: the host's end of a channel; port.c: the device's, for host kernels ---- */
+struct AoChannel;
+extern PyTypeObject AoChannel_Type, AoCaller_Type, AoHandler_Type, AoRequest_Type, AoPort_Type;
+/* Whether a request can be read. Needs no interpreter, as long as the channel is kept alive. */
+int ao_channel_pending(const struct AoChannel *channel);
+/* Reads requests and starts their handlers for about so long; how many, or -1 with an exception. */
+Py_ssize_t ao_channel_drain(struct AoChannel *channel, int64_t budget_ns);
+/* How many handlers, ever, were not done with their first step: those need the loop to go on. */
+uint64_t ao_channel_suspended(const struct AoChannel *channel);
+int ao_channel_module_init(PyObject *module);
 
 /* ---- launcher.c: the launch path ---- */
 extern PyTypeObject AoLauncher_Type;

@@ -465,6 +465,7 @@ static PyMemberDef operation_members[] = {
     {"followers", T_OBJECT, offsetof(AoOperation, followers), 0, NULL},
     {"holds", T_INT, offsetof(AoOperation, holds), 0, NULL},
     {"streamed", T_BOOL, offsetof(AoOperation, streamed), 0, NULL},
+    {"calling", T_BYTE, offsetof(AoOperation, calling), 0, NULL},
     {"sequence", T_ULONGLONG, offsetof(AoOperation, sequence), READONLY, NULL},
     {"submitted_ns", T_LONGLONG, offsetof(AoOperation, submitted_ns), 0, NULL},
     {"finished_ns", T_LONGLONG, offsetof(AoOperation, finished_ns), READONLY, NULL},

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from aiooffload._native import LaunchPlan, Operation, Word
 __all__ = [
     "MAX_QUEUED",
     "Block",
+    "CallParameter",
     "Compiled",
     "Device",
     "DeviceProperties",
@@ -114,6 +115,10 @@ class KernelSource(Protocol):
     def host_function(self) -> Any | None:
         """The host implementation, if there is one."""
 
+    @property
+    def calls(self) -> bool:
+        """Whether its first parameter is an ``ao::Launch``."""
+
 
 class RegisteredMemory(Protocol):
     """Host memory that the device can read and write, mapped shared and not inherited by a fork.
@@ -157,6 +162,15 @@ class Block(Protocol):
         """The memory as ``(nbytes,) uint8`` where the host can touch it (host driver), else None."""
 
 
+class CallParameter(NamedTuple):
+    """What a kernel that calls gets as its first parameter (:mod:`aiooffload.rules.wire`)."""
+
+    data: bytes
+    """The parameter itself, with the device's addresses of the channel."""
+    keep: object
+    """What keeps the channel's memory alive."""
+
+
 Compiled: TypeAlias = object
 """The outcome of :meth:`Device.compile`; opaque to the engine."""
 
@@ -166,7 +180,7 @@ class Function(Protocol):
 
     @property
     def parameter_sizes(self) -> tuple[int, ...] | None:
-        """Size of each parameter in bytes; None where the driver does not know (host)."""
+        """Size of each parameter in bytes, without that of a kernel that calls; None where the driver does not know."""
 
     def plan(
         self,
@@ -183,10 +197,11 @@ class Function(Protocol):
         that holds the interpreter. *HIP:* hipFuncSetAttribute.
         """
 
-    def prepare(self, plan: LaunchPlan, arguments: Sequence[Any]) -> Any:
+    def prepare(self, plan: LaunchPlan, arguments: Sequence[Any], calls: CallParameter | None = None) -> Any:
         """Pack checked arguments into what ``Stream.enqueue_kernel`` takes.
 
-        ``arguments`` holds, per parameter, a :class:`aiooffload.buffer.Buffer` or a NumPy scalar.
+        ``arguments`` holds, per parameter, a :class:`aiooffload.buffer.Buffer` or a NumPy scalar;
+        ``calls`` goes before them where the kernel calls.
         """
 
 

@@ -28,7 +28,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiooffload._native import Board, Timer, Word, now_ns, timer_slack
 from aiooffload.engine.health import as_loss
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from aiooffload.drivers.api import Event, Stream
 
-__all__ = ["Completion", "EventMarks"]
+__all__ = ["Calls", "Completion", "EventMarks"]
 
 _COLD_NS: Final = 2_000_000
 """After a sleep this long the CPU's caches are cold."""
@@ -109,6 +109,20 @@ class EventMarks:
         self._pending.clear()
 
 
+class Calls(Protocol):
+    """What running kernels ask of the host, as the loop's looks see it."""
+
+    def settle(self) -> None:
+        """End those launches of which everything was read."""
+
+    def look(self) -> None:
+        """See whether a kernel has given up."""
+
+    @property
+    def called_ns(self) -> int | None:
+        """When a request was last read; None while no kernel that calls is on the device."""
+
+
 class Completion:
     """The way back of one engine.
 
@@ -157,6 +171,8 @@ class Completion:
         self._on_progress = on_progress
         self._spin_ns = _LOOK_NS if policy.spins and policy.mode != "interrupt" else 0
         self.marks: EventMarks | None = None
+        # Reads the requests of running kernels, once there is a kernel that calls.
+        self.calls: Calls | None = None
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer = Timer()
         _precise_timers(True)
@@ -164,6 +180,8 @@ class Completion:
         self.armed = False
         self._disarmed: asyncio.Future[None] | None = None
         self._slept_ns = 0
+        # How many more naps may follow without a decision of the policy's.
+        self._naps = 0
         self._timer_ns = 0
         self._closed = False
         # Whether on_progress has something to do besides sending what is pending.
@@ -180,10 +198,13 @@ class Completion:
             self._loop.call_soon(self._turn)
 
     def look(self) -> int:
-        """Finish what has arrived and return how many; makes no driver call but for event marks."""
+        """Finish what has arrived, serve what was asked for, and return how many of both.
+
+        It makes no driver call but for event marks.
+        """
         if self.marks is not None:
             self.marks.look()
-        return self._board.poll()
+        return self._poll()
 
     def _turn(self) -> None:
         """Look once, then decide how to find the next completion."""
@@ -193,7 +214,7 @@ class Completion:
             return
         if self.marks is not None:
             self._store_marks()
-        if board.poll(self._spin_ns):
+        if self._poll(self._spin_ns):
             # Whoever was woken runs in the loop's next turn: decide after that, not before.
             if board.pending or self.attention:
                 self._on_progress()
@@ -203,6 +224,21 @@ class Completion:
                 self._set_timer(0)
         elif not self._closed:
             self._decide()
+
+    def _poll(self, spin_ns: int = 0) -> int:
+        """Finish what has arrived and serve what was asked for; return how many of both."""
+        board = self._board
+        try:
+            count = board.poll(spin_ns)
+        except BaseException:  # of a host function: the loop's to deal with, and no reason to look no more
+            self.notice()
+            raise
+        channel = board.channel
+        if channel is not None and channel.unsettled and self.calls is not None:
+            self.calls.settle()
+            if channel.unsettled:  # nothing in flight may be left to look for, but there is something to read
+                self.notice()
+        return count
 
     def _store_marks(self) -> None:
         assert self.marks is not None
@@ -214,11 +250,20 @@ class Completion:
     def _decide(self) -> None:
         """Nothing has arrived: how to find the next completion."""
         board = self._board
+        self._naps = 0
         if board.in_flight:
             self._on_flight()
-        decision = self.policy.decide(now_ns(), board.in_flight, board.progress_ns, board.due_ns())
+        called_ns = None
+        if self.calls is not None:
+            self.calls.look()
+            called_ns = self.calls.called_ns
+        now, due_ns = now_ns(), board.due_ns()
+        decision = self.policy.decide(now, board.in_flight, board.progress_ns, due_ns, called_ns)
         if decision.wake is Wake.LOOK:
             self.notice()
+        elif decision.wake is Wake.NAP:
+            self._set_timer(decision.timer_ns)
+            self._naps = self.policy.recent_ns // self.policy.nap_ns
         elif decision.wake is Wake.SLEEP:
             if decision.monitor and not self.armed and self._arm():
                 self.notice()
@@ -238,7 +283,7 @@ class Completion:
     def arm(self) -> bool:
         """The host's side of the protocol; True if something arrived meanwhile, and it was not armed."""
         self._bell.store(0)
-        if self._board.poll():
+        if self._poll():
             self._on_progress()
             return True
         self._monitor.enqueue_wait(self._bell, 1)
@@ -280,11 +325,26 @@ class Completion:
         self._wake()
 
     def _on_timer(self) -> None:
-        self._set_timer(0)
         self.wakes["timer"] += 1
+        if self._naps and self._nap_on():
+            return
+        self._set_timer(0)
         if self._slept_ns > _COLD_NS and self.policy.spins:
             self._rehearse()
         self._wake()
+
+    def _nap_on(self) -> bool:
+        """Glance, and nap again if nothing is there. All else that a turn does would cost what the nap saves."""
+        self._naps -= 1
+        if not self._naps or self._board.watched or self._closed or self.marks is not None:
+            self._naps = 0
+            return False
+        if self._poll():
+            self._naps = 0
+            self._on_progress()
+            return False
+        self._timer.set_at(now_ns() + self.policy.nap_ns)
+        return True
 
     def _rehearse(self) -> None:
         """Run once through what the completion that is due will run through, and the launch after it.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 from asyncio import _get_running_loop
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
 
 from aiooffload._native import Board, Launcher
 from aiooffload.drivers import open_device
@@ -27,31 +28,33 @@ from aiooffload.engine.copies import (
     Staging,
 )
 from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
-from aiooffload.engine.lanes import Lane, Lanes, dependency_error, dependency_failure
-from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
+from aiooffload.engine.host_functions import waiting_launches
+from aiooffload.engine.lanes import Lane, Lanes, dependency_failure
+from aiooffload.engine.launches import Kernels
 from aiooffload.engine.maintenance import barrier
+from aiooffload.engine.mapping import Arena, Mapping
 from aiooffload.engine.memory import Memory
+from aiooffload.engine.reverse import Opened, Reverse
 from aiooffload.engine.selftest import selftest
+from aiooffload.engine.submission import Submission
 from aiooffload.engine.threads import DaemonExecutor
-from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, OffloadTimeout, UsageError, WouldBlock
-from aiooffload.kernel import Kernel
+from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, UsageError
 from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
-from aiooffload.rules.ordering import unfinished
+from aiooffload.rules import wire
 from aiooffload.rules.wake import WakeMode, WakePolicy
 
 if TYPE_CHECKING:
-    from aiooffload._native import Word
-    from aiooffload.buffer import Allocation, PinnedArray
+    from aiooffload._native import Channel, Word
     from aiooffload.drivers.api import Device, RegisteredMemory
 
-__all__ = ["After", "Engine"]
+__all__ = ["Engine"]
 
 _T = TypeVar("_T")
 _CLOSE_FAILED_S: Final = 5.0
 _calls: Final = DaemonExecutor()
 """For calls that may wait for a device: opening, maintenance, closing."""
-After = Operation[Any] | Awaitable[Any]
+_MAPPING_DEPTH: Final = 64
 _WORD_STRIDE: Final = 64  # a cache line each, so that lanes do not disturb each other
 
 
@@ -74,6 +77,10 @@ class Engine:
         How many operations may wait on the host.
     depth
         How many operations a lane takes at a time.
+    calling_lanes
+        How many lanes there are for launches whose kernels call.
+    call_timeout_s
+        The device's deadline for a call.
     """
 
     def __init__(
@@ -86,10 +93,13 @@ class Engine:
         program_order: bool,
         max_pending: int,
         depth: int,
+        calling_lanes: int,
+        call_timeout_s: float,
     ) -> None:
         self.loop: Final = asyncio.get_running_loop()
         self.device: Final = device
-        self.program_order: Final = program_order
+        self.label: Final = device.properties.label
+        self._calling_lanes = calling_lanes
         # What a submission raises from now on; None while open.
         self.refusal: Callable[[], OffloadError] | None = None
         self.lost: DeviceLostError | None = None
@@ -106,11 +116,31 @@ class Engine:
         words = self.memory.register((lanes + 3) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
         self.launcher: Final = Launcher(self.board, self.loop, self, Operation, self.completion.notice, self._refused)
-        self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain)
+        self.reverse: Final = Reverse(
+            self.loop,
+            call_timeout_s,
+            self._open_channel,
+            self._on_channel,
+            self._on_called,
+            self._settle_pauses,
+            self.lose,
+        )
+        self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain, self.reverse.open)
+        self.submission: Final = Submission(
+            self.loop,
+            self.lanes,
+            self.kernels,
+            self.reverse,
+            self,
+            program_order,
+            self.check_open,
+            self.cancel,
+            self.lose,
+        )
         self.watchdog = Watchdog(
             self.loop,
             lambda: self.board.in_flight,
-            lambda: self.board.completed,
+            lambda: self.board.completed + self.reverse.served,
             self._look,
             lambda: device.check(self.lanes.lanes[0].stream),
             self.lose,
@@ -119,7 +149,7 @@ class Engine:
 
     def _make_lanes(self, count: int, depth: int, words: RegisteredMemory, max_pending: int) -> None:
         device, properties = self.device, self.device.properties
-        bell = words.word(0)
+        self._bell = bell = words.word(0)
         self._monitor = device.create_stream()
         self._idle_stream = device.create_stream()
         self._idle_stream.bind_marks(words.word((count + 1) * _WORD_STRIDE), words.word((count + 2) * _WORD_STRIDE))
@@ -145,18 +175,49 @@ class Engine:
             raise
         self.lanes = Lanes(self.board, lanes, self.completion, max_pending, self.lose, self._check_drained)
 
-    def _make_lane(self, index: int, slot: Word, bell: Word, depth: int) -> Lane:
+    def _make_lane(self, index: int, slot: Word, bell: Word, depth: int, *, apart: bool = False) -> Lane:
         stream = self.device.create_stream()
         stream.bind_marks(slot, bell)
-        lane = Lane(index, stream, self.board.add(slot, depth), self.device.create_event())
+        lane = Lane(index, stream, self.board.add(slot, depth, apart=apart), self.device.create_event())
         lane.queue.attach(stream, lane)
         return lane
+
+    async def _open_channel(self) -> Opened:
+        """Make the memory and the lanes for kernels that call; none of it waits for what is in flight."""
+        register, first = self.memory.register, len(self.lanes.lanes)
+        shared = await self.offload(register, wire.SHARED_NBYTES)
+        words = await self.offload(register, (self._calling_lanes + 2) * _WORD_STRIDE)
+        state = self.memory.empty(wire.STATE_NBYTES, np.uint8)
+        cleared: Operation[None] = Operation(self.loop, self, "clear channel")
+        cleared.steps = lambda stream: stream.enqueue_fill(state.address, b"\0", wire.STATE_NBYTES)
+        self.lanes.place(cleared, None)
+        await cleared
+        self.check_open()
+
+        def lane(i: int, depth: int) -> Lane:
+            made = self._make_lane(first + i, words.word(i * _WORD_STRIDE), self._bell, depth, apart=True)
+            self.lanes.lanes.append(made)
+            return made
+
+        # One launch at a time: a second one behind it could hold up the queue that other lanes share.
+        self.lanes.calling = [lane(i, 1) for i in range(self._calling_lanes)]
+        to_host, to_device = (lane(self._calling_lanes + i, _MAPPING_DEPTH) for i in range(2))
+        mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self)
+        return Opened(shared, state.address, self._bell, shared.word(wire.ABORT_OFFSET), mapping, (shared.array, state))
+
+    def _on_channel(self, channel: Channel) -> None:
+        self.board.channel = channel
+        self.completion.calls = self.reverse
+
+    async def _register(self, nbytes: int) -> RegisteredMemory:
+        return await self.offload(self.memory.register, nbytes)
 
     # -- opening ---------------------------------------------------------------------------
 
     @classmethod
     async def open(cls, device: Device | str, **options: Any) -> Engine:
         """Open the device if it is a label, on a worker thread, make its engine and run the self-test."""
+        _check_outside("opening an Offload")
         faults = device != "host" if isinstance(device, str) else device.properties.process_wide_faults
         if loss.error is not None and faults:
             raise loss.error.with_traceback(None)
@@ -213,48 +274,6 @@ class Engine:
             cure=cure or "none: it is how this device is",
         )
 
-    # -- submitting ------------------------------------------------------------------------
-
-    def launch(
-        self,
-        kernel: Kernel,
-        geometry: Geometry,
-        args: tuple[Any, ...],
-        after: Iterable[After],
-        lane: Lane | None,
-        instant: bool,
-        timeout_s: float | None,
-    ) -> Operation[None]:
-        """Submit a launch that the launch path does not take; see ``Offload.launch``."""
-        self.check_open()
-        if not isinstance(kernel, Kernel):
-            raise UsageError(f"expected a Kernel, not {type(kernel).__name__}: make one with @ao.kernel")
-        if type(geometry[2]) is not int:
-            raise UsageError(f"shared_bytes is an integer, not {geometry[2]!r}")
-        if not isinstance(args, tuple):
-            raise UsageError(f"args is a tuple, not {type(args).__name__}")
-        try:
-            site = self.kernels.sites.get((kernel, *geometry))
-        except TypeError:  # a list as grid or block
-            site = None
-        if site is None:
-            if not self.kernels.loaded(kernel):
-                return self._launch_after_load(kernel, geometry, args, after, lane, instant, timeout_s)
-            site = self._plan(kernel, geometry)
-        uses = buffers(kernel, args, self) if args else ()
-        operation: Operation[None] = Operation(self.loop, self, kernel.name)
-        operation.plan = site.plan
-        operation.prepared = site.prepare(args)
-        self.submit(operation, uses, after, lane, instant, timeout_s, keep=args)
-        return operation
-
-    def _plan(self, kernel: Kernel, geometry: Geometry) -> Site:
-        try:
-            return self.kernels.site(kernel, geometry)
-        except DeviceLostError as error:
-            self.lose(error)
-            raise
-
     def _refused(self, operation: Operation[Any], error: BaseException) -> None:
         """The driver refused a launch of the launch path: as in ``Lanes``, it is the operation's failure."""
         if isinstance(error, DeviceLostError):
@@ -262,117 +281,7 @@ class Engine:
             error = self.lost or error
         operation.finish(failure=error)
 
-    def _launch_after_load(
-        self,
-        kernel: Kernel,
-        geometry: Geometry,
-        args: tuple[Any, ...],
-        after: Iterable[After],
-        lane: Lane | None,
-        instant: bool,
-        timeout_s: float | None,
-    ) -> Operation[None]:
-        """Check what can be checked now, and queue the launch behind the kernel's load."""
-        self.kernels.check_geometry(geometry)
-        kernel.signature.check(kernel.name, args)
-        uses = buffers(kernel, args, self)
-        operation: Operation[None] = Operation(self.loop, self, kernel.name)
-        if instant:
-            raise WouldBlock(f"kernel {kernel.name} is not loaded yet; await off.load(...) first")
-        operation.holds = 1
-        self.submit(operation, uses, after, lane, instant, timeout_s, keep=args)
-
-        def loaded(load: asyncio.Future[Any]) -> None:
-            if operation.finished:
-                return
-            try:
-                load.result()
-                site = self._plan(kernel, geometry)
-                operation.plan, operation.prepared = site.plan, site.prepare(args)
-            except (Exception, asyncio.CancelledError) as error:  # whatever it was, the launch ends with it
-                self.lanes.stop(operation, self.lanes.dead or error)
-            else:
-                self.lanes.release(operation)
-
-        self.kernels.load(kernel).add_done_callback(loaded)
-        return operation
-
-    def submit(
-        self,
-        operation: Operation[Any],
-        uses: Sequence[tuple[Allocation | PinnedArray, bool]],
-        after: Iterable[After] = (),
-        lane: Lane | None = None,
-        instant: bool = False,
-        timeout_s: float | None = None,
-        keep: object = None,
-    ) -> None:
-        """Order ``operation`` after what it shares memory with and what ``after`` names, and place it.
-
-        ``uses`` says which memory it touches and whether it writes it. Raises before anything
-        was changed, or not at all.
-        """
-        self.check_open()
-        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
-            raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
-        self.lanes.check_lane(lane)
-        ordered = uses if self.program_order else ()
-        deps = [dep for memory, writes in ordered for dep in memory.history.conflicts(writes)]
-        requires, awaited = self._sort_after(after)
-        deps += unfinished(requires)
-        if instant and awaited:
-            raise WouldBlock("it comes after something that only the host can wait for")
-        self.lanes.check_room(instant, deps, lane)
-        for memory, writes in ordered:
-            memory.history.record(operation, writes)
-        # dict: one operation may be in the way for several reasons and must hold only once.
-        operation.deps = list(dict.fromkeys(deps)) or None
-        operation.requires = tuple(requires) or None
-        leases = [memory.lease for memory, _ in uses]
-        operation.keep = (operation.keep, keep, leases)
-        if timeout_s is not None:
-            self._expire_after(operation, timeout_s)
-        for awaitable in awaited:
-            self._hold_for(operation, awaitable)
-        self.lanes.place(operation, lane)
-
-    def _sort_after(self, after: Iterable[After]) -> tuple[list[Operation[Any]], list[Awaitable[Any]]]:
-        operations: list[Operation[Any]] = []
-        awaitables: list[Awaitable[Any]] = []
-        for item in (after,) if isinstance(after, Operation) else after:
-            if not isinstance(item, Operation):
-                if not isawaitable(item):
-                    raise UsageError(f"after takes operations and awaitables, not {item!r}")
-                if asyncio.isfuture(item) and item.get_loop() is not self.loop:
-                    raise UsageError(
-                        f"{item!r} in after= belongs to another event loop: wrap it with asyncio.wrap_future, "
-                        "or submit there through asyncio.run_coroutine_threadsafe"
-                    )
-                awaitables.append(item)
-            elif item.owner is not self:
-                raise UsageError(f"{item!r} in after= belongs to another Offload")
-            else:
-                operations.append(item)
-        return operations, awaitables
-
-    def _hold_for(self, operation: Operation[Any], awaitable: Awaitable[Any]) -> None:
-        operation.holds += 1
-        future = asyncio.ensure_future(awaitable)
-
-        def over(done: asyncio.Future[Any]) -> None:
-            cause: BaseException | None = asyncio.CancelledError() if done.cancelled() else done.exception()
-            if cause is None:
-                self.lanes.release(operation)
-                return
-            self.lanes.stop(operation, dependency_error(f"an awaitable that {operation.name} came after", cause))
-
-        future.add_done_callback(over)
-
-    def _expire_after(self, operation: Operation[Any], timeout_s: float) -> None:
-        handle = self.loop.call_later(
-            timeout_s, lambda: self.cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
-        )
-        operation.add_done_callback(lambda _: handle.cancel())
+    # -- who may -----------------------------------------------------------------------------
 
     def check_open(self) -> None:
         """Raise what says why nothing can be submitted any more, if that is so."""
@@ -392,10 +301,16 @@ class Engine:
         operation.finish(failure=dependency_failure(operation))
 
     def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
-        """End ``operation`` with ``failure`` if it is still on the host."""
+        """End ``operation`` with ``failure`` if it is still on the host; ask a kernel that calls to stop."""
         self.lanes.stop(operation, failure)
+        if operation.calling and not operation.finished:
+            self.reverse.cancel(operation)
 
     # -- progress --------------------------------------------------------------------------
+
+    def device_progress(self, operation: Operation[Any]) -> tuple[int, int]:
+        """Return (done, total) as the kernel of ``operation`` said it last."""
+        return self.reverse.progress(operation)
 
     def progress(self) -> int:
         """Look at the device once; returns how many operations finished. For programs that poll."""
@@ -409,6 +324,7 @@ class Engine:
             return 0
         try:
             arrived = self.completion.look()
+            self.reverse.look()
         except DeviceLostError as error:
             self.lose(error)
             return 0
@@ -419,7 +335,7 @@ class Engine:
     def _on_progress(self) -> None:
         if self.board.pending:
             self.lanes.flush()
-        if not self.board.in_flight:
+        if not self.board.in_flight and self.board.paused:
             self._call_idle()
         self._check_drained()
         self.completion.attention = bool(self._idle_calls or self._drains)
@@ -440,8 +356,13 @@ class Engine:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is pending, in flight or being copied."""
-        return not (self.board.in_flight or self.board.pending or self._tasks)
+        """Whether nothing is pending, in flight, being copied or in the hands of a host function."""
+        return not (self.board.in_flight or self.board.pending or self._tasks or self.reverse.callers)
+
+    def _on_called(self, operation: Operation[Any]) -> None:
+        """A launch whose kernel called is done: what had to come after it may go."""
+        self.lanes.release_followers(operation)
+        self._check_drained()
 
     def _check_drained(self) -> None:
         if self._drains and self.quiet:
@@ -452,6 +373,7 @@ class Engine:
 
     async def drain(self) -> None:
         """Wait until everything submitted is done; raises nothing of theirs."""
+        _check_outside("drain")
         while not self.quiet:
             future = self.loop.create_future()
             self._drains.append(future)
@@ -475,6 +397,8 @@ class Engine:
     async def maintain(self, call: Callable[[], _T]) -> _T:
         """Run a call that waits for everything in flight, behind the barrier."""
 
+        _check_outside("loading a kernel")
+
         def unless_lost() -> _T:
             if self.lost is not None:
                 raise self.lost.with_traceback(None)
@@ -494,18 +418,31 @@ class Engine:
 
     def pause(self, idle: Callable[[], None]) -> None:
         """Maintenance begins: see ``maintenance.Participant``."""
-        self.board.paused += 1
         self._look()
+        self._idle_calls.append(idle)
+        self.lanes.pauses += 1
+        self._settle_pauses()
+
+    def _settle_pauses(self) -> None:
+        """Let pauses begin for all lanes, unless a kernel that calls is on the device.
+
+        Until that is over, ordinary work goes on: the host functions it waits for may need it.
+        No other kernel that calls starts meanwhile.
+        """
+        if not self.lanes.pauses or self.reverse.resident:
+            return
+        self.board.paused = self.lanes.pauses
         if self.board.in_flight:
-            self._idle_calls.append(idle)
             self.completion.attention = True
         else:
-            idle()
+            self._call_idle()
 
     def resume(self) -> None:
         """Maintenance is over."""
-        self.board.paused -= 1
-        if not self.board.paused and self.lost is None:
+        self.lanes.pauses -= 1
+        if self.board.paused:
+            self.board.paused = self.lanes.pauses
+        if not self.lanes.pauses and self.lost is None:
             self.lanes.flush()
 
     # -- the end ---------------------------------------------------------------------------
@@ -535,6 +472,7 @@ class Engine:
         self.launcher.ready = False
         self.memory.lose()
         self.watchdog.stop()
+        self.reverse.abandon(failure)
         self.completion.stop(lost=True)
         for operation in abandoned:
             operation.finish(failure=failure)
@@ -557,6 +495,7 @@ class Engine:
 
     async def aclose(self, timeout_s: float) -> None:
         """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent."""
+        _check_outside("closing the Offload")
         if self._closing is None:
             self.refusal = self.refusal or _closed
             self.launcher.ready = False
@@ -589,6 +528,7 @@ class Engine:
         if not self.fallback:  # then nobody armed it, or its wake was seen not to arrive
             await self.completion.disarmed()
         self.completion.stop(lost=False)
+        self.reverse.close()
         for lane in self.lanes.lanes:
             lane.close()
         self._monitor.close()
@@ -613,6 +553,13 @@ async def _open(loop: asyncio.AbstractEventLoop, label: str) -> Device:
     except asyncio.CancelledError:
         opening.add_done_callback(lambda done: done.exception() or loop.run_in_executor(_calls, done.result().close))
         raise
+
+
+def _check_outside(what: str) -> None:
+    """Raise UsageError in a host function whose launch still waits for it: ``what`` waits for the launch."""
+    waiting = waiting_launches()
+    if waiting:
+        raise UsageError(f"{what} would wait for {waiting[0]!r}, which waits for this host function")
 
 
 def _closed() -> OffloadError:

@@ -1,5 +1,10 @@
 """The way to the device: lanes, what waits on the host for them, and in which order it goes.
 
+The first lanes take any operation. Behind them come those with a purpose of their own: calling
+lanes, for launches whose kernels call host functions, and the lanes of their mapped arguments.
+What comes after a launch that calls waits on the host until that is done, so nothing on the
+first lanes ever waits for a host function, and whatever a host function submits there goes on.
+
 An operation that may not go to the device yet is either *held* (something it needs is not on
 the device: a dependency that waits itself, a kernel's load, an awaitable) or *waiting* on a lane
 that is full. Neither blocks the caller. A lane takes at most ``depth`` operations at a time, well
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from aiooffload.engine.completion import Completion
     from aiooffload.operation import Operation
 
-__all__ = ["Lane", "Lanes", "dependency_error", "dependency_failure"]
+__all__ = ["Lane", "Lanes", "dependency_error", "dependency_failure", "waits_for"]
 
 
 class Lane:
@@ -120,7 +125,12 @@ class Lanes:
         self._on_finished = on_finished
         self._board = board
         self._on_lost = on_lost
+        # All of them; the first `board.open` take any operation, `calling` is among the others.
         self.lanes = lanes
+        self.calling: list[Lane] = []
+        # Barriers that were asked for: no launch that calls starts while there is one, except those of
+        # host functions. Once no such launch is on the device, `board.paused` holds up all others, too.
+        self.pauses = 0
         self._completion = completion
         self._max_pending = max_pending
         self.held: dict[Operation[Any], None] = {}
@@ -135,27 +145,39 @@ class Lanes:
 
     # -- submission ------------------------------------------------------------------------
 
-    def check_room(self, instant: bool, deps: Iterable[Operation[Any]], lane: Lane | None) -> None:
+    def check_room(
+        self, operation: Operation[Any], instant: bool, deps: Iterable[Operation[Any]], lane: Lane | None
+    ) -> None:
         """Raise WouldBlock if one more operation may not wait on the host; changes nothing."""
         if instant:
-            self._check_instant(deps, lane)
+            self._check_instant(operation, deps, lane)
         elif self._board.pending >= self._max_pending:
             raise WouldBlock(f"{self._board.pending} operations wait on the host (max_pending); await off.room()")
 
-    def _check_instant(self, deps: Iterable[Operation[Any]], lane: Lane | None) -> None:
-        if self._board.paused:
-            raise WouldBlock("maintenance is going on")
-        waiting = next((dep for dep in deps if dep.queue is None and not dep.finished), None)
+    def _check_instant(self, operation: Operation[Any], deps: Iterable[Operation[Any]], lane: Lane | None) -> None:
+        waiting = next((dep for dep in deps if _needs_host(dep)), None)
         if waiting is not None:
-            raise WouldBlock(f"it comes after {waiting!r}, which is not on the device yet")
-        target = lane or self._home(deps) or self.lanes[self._board.pick(0, len(self.lanes))]
+            raise WouldBlock(f"it comes after {waiting!r}, which only the host can wait for")
+        target = lane or self._home(operation, deps) or self._pick(operation)
+        if self._is_paused(operation):
+            raise WouldBlock("maintenance is going on")
         if target.waiting or target.queue.in_flight == target.queue.depth:
             raise WouldBlock(f"lane {target.index} is full")
 
-    def check_lane(self, lane: Lane | None) -> None:
-        """Raise UsageError if ``lane`` is none of ours."""
-        if lane is not None and not any(lane is ours for ours in self.lanes):
+    def check_lane(self, operation: Operation[Any], lane: Lane | None) -> None:
+        """Raise UsageError if ``lane`` is none of those that ``operation`` may use."""
+        ours = self.calling if operation.calling else self.open
+        if lane is not None and not any(lane is one for one in ours):
             raise UsageError(f"{lane!r} is not a lane of this Offload: take one of off.lanes")
+
+    @property
+    def open(self) -> list[Lane]:
+        """The lanes that take any operation."""
+        return self.lanes[: self._board.open]
+
+    def free_calling_lane(self) -> Lane | None:
+        """Return a calling lane on which nothing runs or waits, None if there is none."""
+        return next((lane for lane in self.calling if not lane.waiting and not lane.queue.in_flight), None)
 
     def place(self, operation: Operation[Any], lane: Lane | None) -> None:
         """Send ``operation`` to the device, or keep it on the host until it can go.
@@ -175,8 +197,8 @@ class Lanes:
             self._to_lane(operation, self._home_or_pick(operation))
 
     def _hold_behind(self, operation: Operation[Any], dep: Operation[Any]) -> None:
-        """Hold ``operation`` until ``dep`` is on the device, unless the order of a lane is enough."""
-        if dep.queue is None and not dep.finished and not self._same_queue(dep, operation):
+        """Hold ``operation`` until ``dep`` is on the device (done, if it calls), unless a lane's order is enough."""
+        if _needs_host(dep) and not self._same_queue(dep, operation):
             operation.holds += 1
             if dep.followers is None:
                 dep.followers = []
@@ -185,14 +207,16 @@ class Lanes:
     def _same_queue(self, dep: Operation[Any], operation: Operation[Any]) -> bool:
         """Whether the order of one lane's waiting operations is enough to put ``dep`` first."""
         lane = dep.lane
-        if lane is None or dep.streamed or dep in self.held:
+        if lane is None or dep.streamed or dep.calling or operation.calling or dep in self.held:
             return False
         if operation.lane is None and all(other.lane is lane for other in operation.deps or () if not other.finished):
             operation.lane = lane
         return operation.lane is lane
 
-    def _home(self, deps: Iterable[Operation[Any]]) -> Lane | None:
-        """The lane on which all unfinished dependencies sit, if it is one."""
+    def _home(self, operation: Operation[Any], deps: Iterable[Operation[Any]]) -> Lane | None:
+        """The lane on which all unfinished dependencies sit, if it is one and ``operation`` may go there."""
+        if operation.calling:
+            return None
         home: Lane | None = None
         for dep in deps:
             if dep.finished:
@@ -206,11 +230,21 @@ class Lanes:
         if operation.lane is not None:
             chosen: Lane = operation.lane
             return chosen
-        return self._home(operation.deps or ()) or self.lanes[self._board.pick(0, len(self.lanes))]
+        return self._home(operation, operation.deps or ()) or self._pick(operation)
+
+    def _pick(self, operation: Operation[Any]) -> Lane:
+        if operation.calling:
+            first = self.calling[0].index
+            return self.lanes[self._board.pick(first, first + len(self.calling))]
+        return self.lanes[self._board.pick(0, self._board.open)]
+
+    def _is_paused(self, operation: Operation[Any]) -> bool:
+        """Whether maintenance keeps it on the host; a host function's launch it has to wait for."""
+        return bool(self.pauses if operation.calling == 1 else self._board.paused)
 
     def _to_lane(self, operation: Operation[Any], lane: Lane) -> None:
         operation.lane = lane
-        if lane.waiting or self._board.paused or lane.queue.in_flight >= lane.queue.depth:
+        if lane.waiting or self._is_paused(operation) or lane.queue.in_flight >= lane.queue.depth:
             lane.waiting.append(operation)
             lane.queue.load += 1
             self._board.pending += 1
@@ -240,7 +274,8 @@ class Lanes:
             operation.finish(failure=self.dead or error)
         except Exception as error:  # whatever it was, the operation ends with it
             self._enqueue_refused(operation, lane, error)
-        self.release_followers(operation)
+        if not operation.calling or operation.finished:
+            self.release_followers(operation)
 
     def _enqueue_refused(self, operation: Operation[Any], lane: Lane, error: Exception) -> None:
         """The driver refused a part of it: it fails once what went before that part is done."""
@@ -325,6 +360,8 @@ class Lanes:
             return
         for lane in self.lanes:
             while lane.waiting and lane.queue.in_flight < lane.queue.depth and not self._board.paused:
+                if self._is_paused(lane.waiting[0]) and not lane.waiting[0].finished:
+                    break
                 operation = lane.waiting.popleft()
                 if operation.finished:  # stopped while it waited, and counted then
                     continue
@@ -390,6 +427,24 @@ class Lanes:
             future = self._rooms.popleft()
             if not future.done():
                 future.set_result(None)
+
+
+def _needs_host(dep: Operation[Any]) -> bool:
+    """Whether only the host can wait for ``dep``: it is not on the device yet, or its kernel calls."""
+    return not dep.finished and (dep.queue is None or dep.calling != 0)
+
+
+def waits_for(deps: Iterable[Operation[Any]], launch: Operation[Any]) -> bool:
+    """Whether one of ``deps`` is ``launch``, or waits on the host for something that comes after it."""
+    ahead, seen = list(deps), set()
+    while ahead:
+        dep = ahead.pop()
+        if dep is launch:
+            return True
+        if dep not in seen and dep.queue is None and not dep.finished:
+            seen.add(dep)
+            ahead += dep.deps or ()
+    return False
 
 
 def dependency_failure(operation: Operation[Any]) -> DependencyError | None:

@@ -14,7 +14,7 @@ from aiooffload.rules.geometry import Dimensions, check_launch, triple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiooffload.drivers.api import Compiled, Device, Function
+    from aiooffload.drivers.api import CallParameter, Compiled, Device, Function
     from aiooffload.kernel import Kernel, Parameter
 
 __all__ = ["Geometry", "Kernels", "Site", "buffers", "check_sizes"]
@@ -43,6 +43,11 @@ class Site:
                 return packed
         return self._function.prepare(self.plan, self._kernel.signature.check(self._kernel.name, arguments))
 
+    def calling(self, arguments: tuple[Any, ...]) -> Callable[[CallParameter], Any]:
+        """Check and convert the arguments of a kernel that calls, to be packed when its channel is known."""
+        checked = self._kernel.signature.check(self._kernel.name, arguments)
+        return lambda calls: self._function.prepare(self.plan, checked, calls)
+
 
 class Kernels:
     """What is loaded on one device.
@@ -57,6 +62,8 @@ class Kernels:
         Runs a call that touches no device off the loop's thread.
     maintain
         Runs a call behind the maintenance barrier.
+    open_channel
+        Makes what kernels that call need, the first time.
     """
 
     def __init__(
@@ -65,11 +72,13 @@ class Kernels:
         launcher: Launcher,
         compile: Callable[[Callable[[], Compiled]], Awaitable[Compiled]],
         maintain: Callable[[Callable[[], Function]], Awaitable[Function]],
+        open_channel: Callable[[], Awaitable[None]],
     ) -> None:
         self._device = device
         self._launcher = launcher
         self._compile = compile
         self._maintain = maintain
+        self._open_channel = open_channel
         self._functions: dict[Kernel, Function] = {}
         self._loading: dict[Kernel, asyncio.Task[Function]] = {}
         # Keyed by the kernel and the geometry as the caller wrote it.
@@ -95,6 +104,8 @@ class Kernels:
 
     async def _load(self, kernel: Kernel) -> Function:
         try:
+            if kernel.calls:
+                await self._open_channel()
             compiled = await self._compile(lambda: self._device.compile(kernel))
             function = await self._maintain(lambda: self._device.load(kernel, compiled))
             check_sizes(kernel, function)
@@ -148,7 +159,7 @@ class Kernels:
         except TypeError:  # a list as grid: legal, looked up anew each time
             return site
         grid, block, *special = geometry
-        if special == [0, None, False]:
+        if special == [0, None, False] and not kernel.calls:
             bare = site.prepare(()) if kernel.signature.takes_nothing(function.parameter_sizes) else None
             self._launcher.learn(kernel, grid, block, site.plan, site.formats, bare)
         return site

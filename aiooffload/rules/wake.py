@@ -4,6 +4,10 @@ Looking costs a core, an interrupt costs tens of microseconds, and a timer is ch
 know the time. So the hybrid policy looks while something is expected to arrive, sleeps on a
 timer until shortly before the next completion is due, and keeps the monitor (a wait on the
 device that ends in an interrupt) as the catch-all that costs nothing.
+
+A kernel that calls host functions cannot be predicted. For a while after a call the next one is
+looked for; then naps of 50 us keep the CPU awake, since a core that slept for milliseconds takes
+200 us to answer an interrupt; after 2 ms without a call there is only the monitor.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ class Wake(enum.Enum):
     """Look at the slots in every iteration of the loop."""
     SLEEP = "sleep"
     """Sleep until the timer of the decision, or the monitor if it asks for one."""
+    NAP = "nap"
+    """Nap until the timer of the decision, glance, and nap again, as long as only calls are expected."""
 
 
 class Decision(NamedTuple):
@@ -73,13 +79,19 @@ class WakePolicy:
     """How long hybrid looks after the last progress when nothing is known of the duration."""
     timer_ns: int = 1_000_000
     """How often a timer looks where there is no monitor."""
+    recent_ns: int = 2_000_000
+    """How long after the last call of a running kernel short naps keep the CPU awake for the next one."""
+    nap_ns: int = 50_000
+    """How long each of them is."""
     # The due time that `decide` saw last, and how long before it looking starts; it goes on for as
     # long after it.
     _due_ns: int = 0
     _margin_ns: int = 0
 
-    def decide(self, now_ns: int, in_flight: int, progress_ns: int, due_ns: int) -> Decision:
-        """Decide how to find the next completion.
+    def decide(
+        self, now_ns: int, in_flight: int, progress_ns: int, due_ns: int, called_ns: int | None = None
+    ) -> Decision:
+        """Decide how to find the next completion, or the next request of a running kernel.
 
         Parameters
         ----------
@@ -91,13 +103,21 @@ class WakePolicy:
             When something was last submitted or completed.
         due_ns
             When the next completion is expected, 0 if nothing is known.
+        called_ns
+            When a running kernel last called; None if no kernel that calls is on the device.
         """
         if in_flight == 0:
             return _IDLE
         if self.mode == "poll":
             return _LOOK
         if self.mode == "hybrid" and self.spins:
-            if due_ns == 0:
+            if called_ns is not None:
+                silent_ns = now_ns - max(called_ns, progress_ns)
+                if silent_ns < self.spin_ns:
+                    return _LOOK
+                if silent_ns < self.recent_ns:
+                    return Decision(Wake.NAP, now_ns + self.nap_ns)
+            elif due_ns == 0:
                 if now_ns - progress_ns < self.spin_ns:
                     return _LOOK
             else:

@@ -8,14 +8,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from aiooffload.errors import CompileError, UsageError
 from aiooffload.log import log
+from aiooffload.rules.wire import WIRE_VERSION
 
 __all__ = ["cache_folder", "compile_source"]
 
 _DIGEST = 32
+HEADERS: Final = Path(__file__).parent.parent.parent / "device"
 
 
 def cache_folder() -> Path:
@@ -32,7 +34,7 @@ def compile_source(source: str, arch: str, options: Mapping[str, Any]) -> bytes:
     Parameters
     ----------
     source
-        CUDA C++, which NVRTC must be able to compile: no host headers.
+        CUDA C++, which NVRTC must be able to compile: no host headers. ``aiooffload.cuh`` is found.
     arch
         The architecture, ``"sm_75"`` and up.
     options
@@ -45,11 +47,13 @@ def compile_source(source: str, arch: str, options: Mapping[str, Any]) -> bytes:
     UsageError
         An option does not exist.
     """
-    path = cache_folder() / f"{_key(source, arch, options)}.cubin"
+    includes = "aiooffload.cuh" in source
+    headers = "".join(path.read_text() for path in sorted(HEADERS.glob("*.*h"))) if includes else ""
+    path = cache_folder() / f"{_key(source + headers, arch, options)}.cubin"
     cached = _read(path)
     if cached is not None:
         return cached
-    code = _compile(source, arch, options)
+    code = _compile(source, arch, _with_headers(options) if includes else options)
     _write(path, code)
     return code
 
@@ -60,6 +64,15 @@ def _key(source: str, arch: str, options: Mapping[str, Any]) -> str:
     version = _compiler(nvrtc.nvrtcVersion)
     text = json.dumps([source, arch, sorted(options.items()), version], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _with_headers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the folder of ``aiooffload.cuh``, and the wire version that it has to have."""
+    folders, macros = options.get("include_path") or [], options.get("define_macro") or []
+    folders = list(folders) if isinstance(folders, list | tuple) else [folders]
+    macros = macros if isinstance(macros, list) else [macros]  # a tuple is one macro with its value
+    version = ("AIOOFFLOAD_HOST_WIRE_VERSION", str(WIRE_VERSION))
+    return {**options, "include_path": [*folders, str(HEADERS)], "define_macro": [*macros, version]}
 
 
 def _compiler(call: Any, *args: Any) -> Any:

@@ -22,6 +22,7 @@ from aiooffload.drivers.cuda.status import status_error, unwrap
 from aiooffload.drivers.cuda.xid import XidWatch
 from aiooffload.drivers.mapped import MappedMemory
 from aiooffload.errors import CompileError, DeviceUnavailableError, OutOfMemoryError, UsageError
+from aiooffload.rules.wire import PARAMETER_NBYTES
 
 if TYPE_CHECKING:
     from aiooffload.drivers.api import Block, Compiled, KernelSource, RegisteredMemory, Stream
@@ -192,9 +193,9 @@ class CudaDevice:
 
     def load(self, kernel: KernelSource, compiled: Compiled) -> CudaFunction:
         """Load the code into the context now, so that no launch has to."""
-        return self._load(kernel.name, compiled)
+        return self._load(kernel.name, compiled, kernel.calls)
 
-    def _load(self, name: str, compiled: Compiled) -> CudaFunction:
+    def _load(self, name: str, compiled: Compiled, calls: bool = False) -> CudaFunction:
         with self._current():
             core: Any = compiled
             if not isinstance(compiled, CoreKernel):
@@ -204,6 +205,10 @@ class CudaDevice:
             function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(handle))
             unwrap("cuFuncLoad", driver.cuFuncLoad(function))
             sizes = tuple(info.size for info in core.arguments_info)
+        if calls:
+            if sizes[:1] != (PARAMETER_NBYTES,):
+                raise UsageError(f"kernel {name} calls host functions: its first parameter has to be an ao::Launch")
+            sizes = sizes[1:]
         return CudaFunction(name, core, int(function), sizes, self._current)
 
     def selftest_function(self) -> CudaFunction:

@@ -16,6 +16,8 @@ from aiooffload.errors import LaunchError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiooffload.drivers.api import CallParameter
+
 __all__ = ["CudaFunction", "pack_slowly"]
 
 _PLAIN_SHARED_BYTES: Final = 48 * 1024
@@ -97,16 +99,19 @@ class CudaFunction:
             value: int = unwrap("cuFuncGetAttribute", driver.cuFuncGetAttribute(attribute, self._function))
         return value
 
-    def prepare(self, plan: LaunchPlan, arguments: Sequence[Any]) -> bytes:
+    def prepare(self, plan: LaunchPlan, arguments: Sequence[Any], calls: CallParameter | None = None) -> bytes:
         """Pack checked arguments; raises UsageError if their count or sizes do not fit."""
-        return pack_slowly(self._name, self.parameter_sizes, arguments)
+        return pack_slowly(self._name, self.parameter_sizes, arguments, calls.data if calls else b"")
 
 
-def pack_slowly(name: str, sizes: tuple[int, ...], arguments: Sequence[Any]) -> bytes:
-    """Pack Buffers and NumPy scalars of any size into the form that ``_native.pack`` makes."""
+def pack_slowly(name: str, sizes: tuple[int, ...], arguments: Sequence[Any], first: bytes = b"") -> bytes:
+    """Pack Buffers and NumPy scalars of any size into the form that ``_native.pack`` makes.
+
+    ``first``, of a multiple of 16 bytes, goes before them as one more parameter, unless it is empty.
+    """
     if len(arguments) != len(sizes):
         raise UsageError(f"kernel {name} takes {len(sizes)} arguments, {len(arguments)} were given")
-    values = []
+    values = [first] if first else []
     for index, (size, value) in enumerate(zip(sizes, arguments, strict=True)):
         data = value.tobytes() if isinstance(value, np.generic) else struct.pack("<Q", value.address)
         if len(data) != size:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aiooffload._native import LaunchPlan
-from aiooffload.drivers.api import KernelSource
+from aiooffload.drivers.api import CallParameter, KernelSource
+from aiooffload.drivers.host.launch import HostLaunch
 from aiooffload.errors import LaunchError, UsageError
 
-__all__ = ["HostFunction", "HostLaunch", "host_implementation"]
+__all__ = ["HostFunction", "host_implementation"]
 
 
 def host_implementation(kernel: KernelSource) -> Callable[..., object]:
@@ -36,31 +36,12 @@ def _guarded(name: str, function: Callable[..., object]) -> Callable[..., object
     def run(launch: HostLaunch, *arguments: object) -> None:
         try:
             function(launch, *arguments)
+        except LaunchError:  # of launch.abort
+            raise
         except BaseException as error:  # SystemExit too: it must end neither the stream nor the program
             raise LaunchError(f"kernel {name} raised {type(error).__name__}: {error}", operation="launch") from error
 
     return run
-
-
-class HostLaunch:
-    """The first argument of a host kernel: what a kernel on a GPU reads from its built-in variables."""
-
-    __slots__ = ("_shared", "_shared_bytes", "block", "grid")
-
-    def __init__(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int) -> None:
-        self.grid = grid
-        """Blocks in x, y and z."""
-        self.block = block
-        """Threads per block in x, y and z."""
-        self._shared_bytes: Final = shared_bytes
-        self._shared: NDArray[np.uint8] | None = None
-
-    @property
-    def shared(self) -> NDArray[np.uint8]:
-        """Dynamic shared memory of this launch, ``(shared_bytes,) uint8``, zeroed."""
-        if self._shared is None:  # most kernels never ask
-            self._shared = np.zeros(self._shared_bytes, np.uint8)
-        return self._shared
 
 
 class HostFunction:
@@ -89,7 +70,9 @@ class HostFunction:
         """Return the launch plan of this geometry; every one can run."""
         return LaunchPlan(self._name, 0, self._callable, grid, block, shared_bytes, cluster, cooperative)
 
-    def prepare(self, plan: LaunchPlan, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    def prepare(
+        self, plan: LaunchPlan, arguments: Sequence[Any], calls: CallParameter | None = None
+    ) -> tuple[Any, ...]:
         """Return the function's arguments for one launch: a HostLaunch, then arrays and scalars.
 
         Buffers become views, read-only where the signature says so. The tuple serves one launch
@@ -97,7 +80,7 @@ class HostFunction:
         """
         read_only = self._read_only
         return (
-            HostLaunch(plan.grid, plan.block, plan.shared_bytes),
+            HostLaunch(plan.grid, plan.block, plan.shared_bytes, calls),
             *[
                 value if isinstance(value, np.generic) else value.host_view(read_only(i))
                 for i, value in enumerate(arguments)

@@ -1,0 +1,323 @@
+/* The host's end of a channel: reads requests, takes the first step of their handlers, writes replies.
+ *
+ * The layout is that of device/aiooffload_wire.h. A request whose function is plain (an async def
+ * with scalar arguments and a scalar result or none) is decoded here, its coroutine is started as an
+ * eager task, and if that is done with its first step the reply goes out at once. All others go
+ * to the owner's begin(), which builds a coroutine around the function and starts the request with
+ * that. A batch function gets all requests that one drain has found, as one.
+ *
+ * Whatever a device wrote is checked before it is used: it may be a stray write of some kernel.
+ */
+#include "calls.h"
+
+#define CLOCK_EVERY 16      /* requests between two looks at the clock */
+#define GATHER_NS 1500      /* how long a batch waits for requests that came together with these the last time */
+#define PUBLISH_EVERY 512   /* posts read between two stores of the tail */
+#define MOST_ROWS 65536     /* rows in one batch */
+
+#define BITS(word, shift, count) ((word) >> (shift) & ((1ull << (count)) - 1))
+
+static PyObject *s_begin;
+PyObject *ao_calling; /* the context variable that says which request or launch a handler serves */
+
+static inline const unsigned char *slot_of(const AoChannel *self, uint64_t ticket) {
+    return self->shared + AO_RING_OFFSET + ticket % AO_RING_SLOTS * 16;
+}
+
+static inline uint64_t slot_control(const AoChannel *self, uint64_t ticket) {
+    return __atomic_load_n((const uint64_t *)(slot_of(self, ticket) + 8), __ATOMIC_ACQUIRE);
+}
+
+static inline int is_published(uint64_t control, uint64_t ticket) {
+    return control >> AO_TAG_SHIFT == ((ticket / AO_RING_SLOTS + 1) & ((1u << AO_TAG_BITS) - 1));
+}
+
+int ao_channel_pending(const struct AoChannel *self) {
+    return !self->closed && is_published(slot_control(self, self->position), self->position);
+}
+/* ---- the drain ---- */
+
+typedef struct {
+    uint64_t argument;
+    unsigned function, launch, cell, form, nbytes, rows;
+} Descriptor;
+
+/* Reads the descriptor at `position`; 0 if it is not published. Unsound ones have rows == 0. */
+static int read_descriptor(const AoChannel *self, Descriptor *d) {
+    uint64_t control = slot_control(self, self->position);
+    if (!is_published(control, self->position)) return 0;
+    d->argument = *(const uint64_t *)slot_of(self, self->position);
+    d->function = (unsigned)BITS(control, 0, AO_FUNCTION_BITS);
+    d->launch = (unsigned)BITS(control, AO_LAUNCH_SHIFT, AO_LAUNCH_BITS);
+    d->cell = (unsigned)BITS(control, AO_CELL_SHIFT, AO_CELL_BITS);
+    d->form = (unsigned)BITS(control, AO_FORM_SHIFT, AO_FORM_BITS);
+    d->nbytes = d->form <= AO_INLINE_NBYTES ? d->form : (unsigned)(d->argument & 0xFFFF);
+    d->rows = d->form <= AO_INLINE_NBYTES ? 1 : d->argument >> 16 > 32 ? 0 : (unsigned)(d->argument >> 16);
+    if (d->cell >= AO_CELLS && d->cell != AO_NO_CELL) d->rows = 0;
+    if (d->form > AO_FORM_ROWS || d->nbytes > AO_PAYLOAD_NBYTES) d->rows = 0;
+    if (d->form == AO_FORM_PAYLOAD && d->rows != 1) d->rows = 0;
+    if (d->rows && d->nbytes % d->rows) d->rows = 0;
+    return 1;
+}
+
+static int refuse(AoChannel *self, AoCaller *caller, const Descriptor *d, AoHandler *handler, AoEntry *entry) {
+    ao_answer(self, entry, AO_STATUS_ERROR, AO_KIND_NONE, NULL, 0, handler ? AO_CODE_WRONG_ARGUMENTS : AO_CODE_UNKNOWN_FUNCTION);
+    ao_host_notify();
+    PyObject *ignored = PyObject_CallMethod(self->owner, "refused", "OIOI", (PyObject *)caller, d->function, handler ? (PyObject *)handler : Py_None,
+                                            d->rows ? d->nbytes / d->rows : 0);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
+}
+
+static int begin(AoChannel *self, AoRequest *request) {
+    if (ao_request_seal(request) < 0) return ao_request_fail(request);
+    PyObject *ignored = PyObject_CallMethodOneArg(self->owner, s_begin, (PyObject *)request);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : ao_request_fail(request);
+}
+
+static int begin_batch(AoChannel *self, AoHandler *handler) {
+    AoRequest *request = handler->collecting;
+    handler->collecting = NULL;
+    int status;
+    if (self->closed) status = ao_request_close(request);
+    else if (!handler->plain) status = begin(self, request);
+    else status = ao_request_seal(request) < 0 ? ao_request_fail(request) : ao_request_start(request, ao_handler_call_batch(handler, request));
+    Py_DECREF(request);
+    return status;
+}
+
+/* `collected` is the list of handlers with an unfinished batch. */
+static int collect(AoChannel *self, AoHandler *handler, const AoEntry *entry, const unsigned char *data, PyObject *collected) {
+    if (handler->collecting && handler->collecting->rows + entry->rows > MOST_ROWS && begin_batch(self, handler) < 0) return -1;
+    if (!handler->collecting) {
+        if (!(handler->collecting = ao_request_make(self, handler))) return -1;
+        if (PyList_Append(collected, (PyObject *)handler) < 0) return -1;
+    }
+    return ao_request_add(handler->collecting, entry, data);
+}
+
+/* Borrowed reference, or NULL with or without an exception. */
+static AoHandler *find_handler(AoChannel *self, unsigned function) {
+    if (self->last && self->last_id == function) return self->last;
+    PyObject *id = PyLong_FromUnsignedLong(function);
+    AoHandler *handler = id ? (AoHandler *)PyDict_GetItemWithError(self->handlers, id) : NULL;
+    Py_XDECREF(id);
+    if (handler) {
+        Py_XSETREF(self->last, (AoHandler *)Py_NewRef(handler));
+        self->last_id = function;
+    }
+    return handler;
+}
+
+/* -1 with an exception that is not the handler's. `caller` is held by who calls this. */
+static int serve(AoChannel *self, AoCaller *caller, const Descriptor *d, uint64_t ticket, PyObject *collected) {
+    AoEntry entry = {.ticket = ticket, .caller = caller, .cell = d->cell, .rows = (uint16_t)d->rows, .open = 1};
+    if (caller->stopped) {
+        ao_answer(self, &entry, AO_STATUS_CANCELLED, AO_KIND_NONE, NULL, 0, 0);
+        ao_host_notify();
+        return 0;
+    }
+    AoHandler *handler = find_handler(self, d->function);
+    if (!handler && PyErr_Occurred()) return -1;
+    /* Rows of results may be too many for a cell where a row of arguments is small. */
+    if (!handler || d->nbytes != d->rows * handler->nbytes || d->rows * handler->reply_nbytes > AO_PAYLOAD_NBYTES) return refuse(self, caller, d, handler, &entry);
+    unsigned char data[AO_PAYLOAD_NBYTES]; /* a copy: what runs below may take long, and the slot is free from now on */
+    if (d->form <= AO_INLINE_NBYTES) memcpy(data, &d->argument, 8);
+    else memcpy(data, self->shared + AO_PAYLOADS_OFFSET + ticket % AO_RING_SLOTS * AO_PAYLOAD_NBYTES, d->nbytes);
+    if (handler->batch) return collect(self, handler, &entry, data, collected);
+    int plain = handler->plain && d->form != AO_FORM_ROWS;
+    AoRequest *request = ao_request_make(self, handler);
+    if (!request) return -1;
+    int status = ao_request_add(request, &entry, plain ? NULL : data);
+    if (status == 0) status = plain ? ao_request_start(request, ao_handler_call(handler, data)) : begin(self, request);
+    Py_DECREF(request);
+    return status;
+}
+
+static void publish(AoChannel *self) {
+    if (self->published == self->posts) return;
+    self->published = self->posts;
+    __atomic_store_n((uint64_t *)(self->shared + AO_TAIL_OFFSET), self->posts, __ATOMIC_RELEASE);
+    ao_host_notify();
+}
+
+/* Whether the next request is published. A batch waits a moment for those of the last one that are not
+ * there yet: warps that were answered together ask again together. */
+static int next_request(const AoChannel *self, Py_ssize_t count, int batching, Descriptor *d) {
+    if (self->closed) return 0;
+    if (read_descriptor(self, d)) return 1;
+    if (!batching || count >= self->together) return 0;
+    for (int64_t until = ao_now_ns() + GATHER_NS; ao_now_ns() < until; ao_pause())
+        if (read_descriptor(self, d)) return 1;
+    return 0;
+}
+
+static Py_ssize_t drain(AoChannel *self, int64_t until, PyObject *collected) {
+    Py_ssize_t count = 0;
+    Descriptor d;
+    while (next_request(self, count, PyList_GET_SIZE(collected) > 0, &d)) {
+        uint64_t ticket = self->position++;
+        if (d.cell == AO_NO_CELL && ++self->posts - self->published >= PUBLISH_EVERY) publish(self);
+        count++;
+        AoCaller *caller = self->callers[d.launch];
+        if (!caller || d.rows == 0) {
+            self->dropped++;
+            continue;
+        }
+        Py_INCREF(caller); /* what is run may detach it */
+        int status = serve(self, caller, &d, ticket, collected);
+        Py_DECREF(caller);
+        if (status < 0) return -1;
+        if (count % CLOCK_EVERY == 0 && ao_now_ns() >= until) break;
+    }
+    if (count) self->served_ns = ao_now_ns();
+    self->together = PyList_GET_SIZE(collected) ? count : 0;
+    return count;
+}
+
+/* How many requests were read, or -1 with an exception. What it calls may ask for a drain: that one does nothing. */
+Py_ssize_t ao_channel_drain(AoChannel *self, int64_t budget) {
+    if (self->busy || !ao_channel_pending(self)) return 0;
+    PyObject *collected = PyList_New(0);
+    if (!collected) return -1;
+    self->busy = 1;
+    Py_INCREF(self);
+    Py_ssize_t count = drain(self, ao_now_ns() + budget, collected);
+    int status = count < 0 ? -1 : 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(collected); i++) {
+        AoHandler *handler = (AoHandler *)PyList_GET_ITEM(collected, i);
+        /* A batch is begun also if something else went wrong: its requests were read. */
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        if (handler->collecting && begin_batch(self, handler) < 0) {
+            status = -1;
+            if (type) PyErr_WriteUnraisable((PyObject *)self);
+        }
+        if (type) PyErr_Restore(type, value, traceback);
+    }
+    if (!self->closed) publish(self);
+    self->busy = 0;
+    Py_DECREF(collected);
+    Py_DECREF(self);
+    return status < 0 ? -1 : count;
+}
+
+/* drain(budget_ns) -> how many requests were read */
+static PyObject *channel_drain(AoChannel *self, PyObject *arg) {
+    long long budget = PyLong_AsLongLong(arg);
+    if (budget == -1 && PyErr_Occurred()) return NULL;
+    Py_ssize_t count = ao_channel_drain(self, budget);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count);
+}
+
+uint64_t ao_channel_suspended(const AoChannel *self) { return self->suspended; }
+
+static PyObject *channel_pending(AoChannel *self, PyObject *Py_UNUSED(ignored)) { return PyBool_FromLong(ao_channel_pending(self)); }
+
+/* attach(launch, caller): requests of that index are `caller`'s; None: nobody's. */
+static PyObject *channel_attach(AoChannel *self, PyObject *args) {
+    unsigned launch;
+    PyObject *caller;
+    if (!PyArg_ParseTuple(args, "IO:attach", &launch, &caller)) return NULL;
+    if (launch >= AO_LAUNCHES || (caller != Py_None && !PyObject_TypeCheck(caller, &AoCaller_Type))) {
+        PyErr_SetString(PyExc_ValueError, "attach(launch, caller) takes an index below 1024 and a Caller or None");
+        return NULL;
+    }
+    Py_XSETREF(self->callers[launch], caller == Py_None ? NULL : (AoCaller *)Py_NewRef(caller));
+    Py_RETURN_NONE;
+}
+
+/* close(): nothing is read or answered any more, and the memory is not touched. */
+static PyObject *channel_close(AoChannel *self, PyObject *Py_UNUSED(ignored)) {
+    self->closed = 1;
+    for (unsigned i = 0; i < AO_LAUNCHES; i++) Py_CLEAR(self->callers[i]);
+    Py_RETURN_NONE;
+}
+
+int ao_channel_module_init(PyObject *module) {
+    if (!(ao_calling = PyContextVar_New("aiooffload_call", NULL))) return -1;
+    return PyModule_AddObjectRef(module, "calling", ao_calling);
+}
+
+static int channel_prepare(void) {
+    if (!s_begin && !(s_begin = PyUnicode_InternFromString("begin"))) return -1;
+    return ao_request_prepare();
+}
+
+static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"address", "memory", "loop", "handlers", "owner", NULL};
+    unsigned long long address;
+    PyObject *memory, *loop, *handlers, *owner;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KOOO!O:Channel", names, &address, &memory, &loop, &PyDict_Type, &handlers, &owner)) return NULL;
+    if (address == 0 || address % 64) {
+        PyErr_SetString(PyExc_ValueError, "the shared block is aligned to 64 bytes");
+        return NULL;
+    }
+    if (channel_prepare() < 0) return NULL;
+    AoChannel *self = (AoChannel *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->shared = (unsigned char *)(uintptr_t)address;
+    self->memory = Py_NewRef(memory);
+    self->loop = Py_NewRef(loop);
+    self->handlers = Py_NewRef(handlers);
+    self->owner = Py_NewRef(owner);
+    return (PyObject *)self;
+}
+
+static int channel_traverse(AoChannel *self, visitproc visit, void *arg) {
+    Py_VISIT(self->memory);
+    Py_VISIT(self->loop);
+    Py_VISIT(self->handlers);
+    Py_VISIT(self->owner);
+    Py_VISIT(self->last);
+    for (unsigned i = 0; i < AO_LAUNCHES; i++) Py_VISIT(self->callers[i]);
+    return 0;
+}
+
+static int channel_clear(AoChannel *self) {
+    self->closed = 1; /* the memory may go */
+    for (unsigned i = 0; i < AO_LAUNCHES; i++) Py_CLEAR(self->callers[i]);
+    Py_CLEAR(self->memory);
+    Py_CLEAR(self->loop);
+    Py_CLEAR(self->handlers);
+    Py_CLEAR(self->owner);
+    Py_CLEAR(self->last);
+    return 0;
+}
+
+static void channel_dealloc(AoChannel *self) {
+    PyObject_GC_UnTrack(self);
+    channel_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef channel_methods[] = {
+    {"pending", (PyCFunction)channel_pending, METH_NOARGS, "Whether a request can be read."},
+    {"drain", (PyCFunction)channel_drain, METH_O, "Read requests and start their handlers, for about so many ns."},
+    {"attach", (PyCFunction)channel_attach, METH_VARARGS, "Name the launch that an index stands for."},
+    {"close", (PyCFunction)channel_close, METH_NOARGS, "Read and answer nothing any more."},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef channel_members[] = {
+    {"position", T_ULONGLONG, offsetof(AoChannel, position), READONLY, NULL},
+    {"posts", T_ULONGLONG, offsetof(AoChannel, posts), READONLY, NULL},
+    {"dropped", T_ULONGLONG, offsetof(AoChannel, dropped), READONLY, NULL},
+    {"served_ns", T_LONGLONG, offsetof(AoChannel, served_ns), 0, NULL},
+    {"unsettled", T_INT, offsetof(AoChannel, unsettled), 0, NULL},
+    {"busy", T_BOOL, offsetof(AoChannel, busy), READONLY, NULL},
+    {"closed", T_BOOL, offsetof(AoChannel, closed), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+PyTypeObject AoChannel_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.Channel",
+    .tp_doc = "The host's end of a channel.",
+    .tp_basicsize = sizeof(AoChannel),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = channel_new,
+    .tp_dealloc = (destructor)channel_dealloc,
+    .tp_traverse = (traverseproc)channel_traverse,
+    .tp_clear = (inquiry)channel_clear,
+    .tp_methods = channel_methods,
+    .tp_members = channel_members,
+};

@@ -1,0 +1,235 @@
+"""The first argument of a host kernel: geometry, shared memory, and calls to host functions.
+
+Calls go through the same ring, reply cells and bell as those of a GPU's kernel; this is what
+``aiooffload.cuh`` is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiooffload._native import Port
+from aiooffload.drivers.api import CallParameter
+from aiooffload.errors import HostFunctionError, LaunchError, OffloadTimeout, UsageError
+from aiooffload.rules.wire import PAYLOAD_NBYTES, Code, Kind, MapKind, Status, function_id, map_argument
+
+__all__ = ["HostLaunch", "PendingCall"]
+
+_KINDS: Final = {Kind.BOOL: "b", Kind.INT: "i", Kind.UINT: "u", Kind.FLOAT: "f", Kind.COMPLEX: "c"}
+_ROWS: Final = 32
+
+
+class Mapped(NamedTuple):
+    """A mapped argument: the array stays alive with it."""
+
+    array: NDArray[Any]
+    kind: MapKind
+
+
+class HostLaunch:
+    """What a kernel on a GPU reads from its built-in variables, and its ``ao::Launch``."""
+
+    __slots__ = ("_port", "_shared", "_shared_bytes", "block", "grid")
+
+    def __init__(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        calls: CallParameter | None = None,
+    ) -> None:
+        self.grid = grid
+        """Blocks in x, y and z."""
+        self.block = block
+        """Threads per block in x, y and z."""
+        self._shared_bytes: Final = shared_bytes
+        self._shared: NDArray[np.uint8] | None = None
+        self._port = None if calls is None else Port(calls.data, calls.keep)
+
+    @property
+    def shared(self) -> NDArray[np.uint8]:
+        """Dynamic shared memory of this launch, ``(shared_bytes,) uint8``, zeroed."""
+        if self._shared is None:  # most kernels never ask
+            self._shared = np.zeros(self._shared_bytes, np.uint8)
+        return self._shared
+
+    # -- calls -----------------------------------------------------------------------------
+
+    def _open_port(self) -> Port:
+        if self._port is None:
+            raise UsageError("this kernel calls host functions: declare it with calls=True")
+        return self._port
+
+    def call(self, function: str | int, *arguments: object, dtype: Any = None) -> Any:
+        """Call a host function and wait for its result; see ``kernel.Launch``."""
+        return self.call_async(function, *arguments, dtype=dtype).wait()
+
+    def call_async(self, function: str | int, *arguments: object, dtype: Any = None) -> PendingCall:
+        """Call it without waiting."""
+        return self._send(function, _packed(arguments), 1, dtype, arguments)
+
+    def call_each(self, function: str | int, *columns: Any) -> Any:
+        """Call it once per row of ``columns`` in one request, as the lanes of a warp do together."""
+        arrays = [np.atleast_1d(np.asarray(column)) for column in columns]
+        rows = len(arrays[0]) if arrays else 0
+        if not 1 <= rows <= _ROWS or any(array.shape != (rows,) for array in arrays):
+            raise UsageError(f"call_each takes columns of the same length, 1 to {_ROWS}")
+        data = b"".join(_packed([array[i] for array in arrays]) for i in range(rows))
+        return np.atleast_1d(self._send(function, data, rows, None, ()).wait())
+
+    def _send(self, function: str | int, data: bytes, rows: int, dtype: Any, keep: object) -> PendingCall:
+        port, number = self._open_port(), function_id(function)
+        if len(data) > PAYLOAD_NBYTES:
+            port.report(number, Code.TOO_LARGE)
+            raise HostFunctionError(f"{len(data)} bytes of arguments are too many for a call", code=Code.TOO_LARGE)
+        status, cell, ticket = port.call(number, data, rows)
+        if status != Status.OK:
+            raise _failure(function, status, b"")
+        return PendingCall(port, function, cell, ticket, rows, dtype, keep)
+
+    def post(self, function: str | int, *arguments: object) -> None:
+        """Tell a host function something, without a reply."""
+        port, number, data = self._open_port(), function_id(function), _packed(arguments)
+        if len(data) > PAYLOAD_NBYTES:
+            port.report(number, Code.TOO_LARGE)
+            raise HostFunctionError(f"{len(data)} bytes of arguments are too many for a post", code=Code.TOO_LARGE)
+        status = port.post(number, data)
+        if status != Status.OK:
+            raise _failure(function, status, b"")
+
+    def cancelled(self) -> bool:
+        """Whether the launch was asked to stop."""
+        return self._open_port().cancelled()
+
+    def progress(self, done: int, total: int) -> None:
+        """Say how far the launch is."""
+        self._open_port().progress(done, total)
+
+    def set_timeout_s(self, timeout_s: float) -> None:
+        """Let the waits of this launch end after so many seconds instead of the Offload's deadline."""
+        self._open_port().timeout_ns = int(timeout_s * 1e9)
+
+    def abort(self, code: int, text: str) -> NoReturn:
+        """Give up. Here a kernel can die alone, so this launch fails and nothing else."""
+        raise LaunchError(f"the kernel aborted with code {code}: {text}", operation="abort", code=code)
+
+    def to(self, array: NDArray[Any]) -> Mapped:
+        """Map an array whose content the host function gets."""
+        return _mapped(array, MapKind.TO)
+
+    def from_(self, array: NDArray[Any]) -> Mapped:
+        """Map an array into which what the host function leaves is copied."""
+        return _mapped(array, MapKind.FROM)
+
+    def tofrom(self, array: NDArray[Any]) -> Mapped:
+        """Map an array in both directions."""
+        return _mapped(array, MapKind.TOFROM)
+
+    def alloc(self, array: NDArray[Any]) -> Mapped:
+        """Map an array in neither direction."""
+        return _mapped(array, MapKind.ALLOC)
+
+
+class PendingCall:
+    """A call under way. Dropped without ``wait``, its reply is dropped, too."""
+
+    __slots__ = ("_cell", "_dtype", "_function", "_keep", "_outcome", "_port", "_rows", "_ticket")
+
+    def __init__(
+        self, port: Port, function: str | int, cell: int, ticket: int, rows: int, dtype: Any, keep: object
+    ) -> None:
+        self._port = port
+        self._function = function
+        self._cell = cell
+        self._ticket = ticket
+        self._rows = rows
+        self._dtype = dtype
+        self._keep = keep  # mapped arrays
+        self._outcome: tuple[int, int, bytes] | None = None
+
+    def poll(self) -> bool:
+        """Whether it is over."""
+        if self._outcome is None:
+            self._outcome = self._port.poll(self._cell, self._ticket)
+        return self._outcome is not None
+
+    def wait(self) -> Any:
+        """Wait for its result."""
+        if self._outcome is None:
+            self._outcome = self._port.wait(self._cell, self._ticket, function_id(self._function))
+        status, kind, data = self._outcome
+        if status != Status.OK:
+            raise _failure(self._function, status, data)
+        return self._value(Kind(kind), data)
+
+    def _value(self, kind: Kind, data: bytes) -> Any:
+        if kind is Kind.NONE:
+            return None
+        if self._dtype is not None:
+            dtype = np.dtype(self._dtype)
+            if dtype.itemsize * self._rows != len(data) or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind]):
+                self._port.report(function_id(self._function), Code.WRONG_REPLY)
+                raise _failure(self._function, Status.ERROR, struct.pack("<q", Code.WRONG_REPLY))
+            values = np.frombuffer(data, dtype)
+            return values if self._rows > 1 else values[0]
+        if kind is Kind.STRUCT:
+            return data
+        values = np.frombuffer(data, f"{_KINDS[kind]}{len(data) // self._rows}")
+        return values if self._rows > 1 else values[0].item()
+
+    def __del__(self) -> None:
+        if self._outcome is None:
+            self._port.leave(self._cell, self._ticket)
+
+
+def _failure(function: str | int, status: int, data: bytes) -> BaseException:
+    """Return what a host kernel gets for a status that is not OK."""
+    if status == Status.CANCELLED:
+        return asyncio.CancelledError()
+    if status == Status.TIMEOUT:
+        return OffloadTimeout(f"host function {function!r} gave no answer in time")
+    (code,) = struct.unpack("<q", data)
+    meaning = Code(code).name.lower().replace("_", " ") if code in set(Code) else "its own code"
+    return HostFunctionError(f"host function {function!r} failed with code {code} ({meaning})", code=code)
+
+
+def _mapped(array: NDArray[Any], kind: MapKind) -> Mapped:
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        raise UsageError("a mapped argument is a C-contiguous NumPy array")
+    if kind in (MapKind.FROM, MapKind.TOFROM) and not array.flags.writeable:
+        raise UsageError("an array that is copied back to has to be writable")
+    return Mapped(array, kind)
+
+
+def _packed(arguments: Sequence[object]) -> bytes:
+    """Lay the arguments out as the members of a C struct."""
+    data, largest = b"", 1
+    for value in arguments:
+        member, alignment = _member(value)
+        data += bytes(-len(data) % alignment) + member
+        largest = max(largest, alignment)
+    return data + bytes(-len(data) % largest)
+
+
+def _member(value: object) -> tuple[bytes, int]:
+    """Return (bytes, alignment) of one argument."""
+    if isinstance(value, Mapped):
+        return map_argument(value.array.ctypes.data, value.array.nbytes, value.kind), 8
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return value.tobytes(), value.dtype.alignment
+    if isinstance(value, bool):
+        return struct.pack("<?", value), 1
+    if isinstance(value, int):
+        try:
+            return struct.pack("<q", value), 8
+        except struct.error as error:
+            raise UsageError(f"argument {value} of a call does not fit int64: pass np.uint64({value})") from error
+    if isinstance(value, float):
+        return struct.pack("<d", value), 8
+    raise UsageError(f"a call takes numbers, NumPy scalars and mapped arrays, not {type(value).__name__}")

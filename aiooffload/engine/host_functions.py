@@ -1,0 +1,351 @@
+"""Host functions: coroutines that kernels call, their types, and what is run around them.
+
+A plain one (scalars in, a scalar or nothing out, no limits) is started by the C extension itself
+(``_native/channel.c``); everything else goes through :meth:`HostFunction.serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiooffload._native import Caller, Handler, Request, calling
+from aiooffload.errors import OffloadTimeout, UsageError
+from aiooffload.kernel import Parameter, parameter_of
+from aiooffload.rules.wire import PAYLOAD_NBYTES, function_id, kind_of, map_extent
+from aiooffload.scalars import scalar
+
+if TYPE_CHECKING:
+    from aiooffload.engine.lanes import Lane
+    from aiooffload.engine.mapping import Mapping
+    from aiooffload.operation import Operation
+
+__all__ = ["Call", "HandlerTimeout", "HostFunction", "OnError", "current_call", "waiting_launches"]
+
+OnError = Literal["cancel", "collect"]
+
+_LETTERS: Final = {
+    "b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q",
+    "f4": "f", "f8": "d",
+}  # fmt: skip
+_MAPPED: Final = np.dtype([("address", np.uint64), ("extent", np.uint64)])
+
+
+class Call:
+    """What a host function can know of who called it: ``ao.current_call()``."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, source: Caller | Request) -> None:
+        self._source = source
+
+    @property
+    def operations(self) -> tuple[Operation[None], ...]:
+        """The launches: one, or several for a batch."""
+        if isinstance(self._source, Request):
+            return tuple(caller.operation for caller in self._source.callers)
+        return (self._source.operation,)
+
+    @property
+    def operation(self) -> Operation[None]:
+        """The launch; raises ValueError for a batch of several."""
+        (operation,) = self.operations
+        return operation
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that the launch is on."""
+        lane: Lane = self.operation.lane
+        return lane
+
+    @property
+    def device(self) -> str:
+        """The device, such as ``"cuda:0"`` or ``"host"``."""
+        label: str = self.operations[0].owner.label
+        return label
+
+    def __repr__(self) -> str:
+        return f"<aiooffload.Call from {', '.join(operation.name for operation in self.operations)} on {self.device}>"
+
+
+def current_call() -> Call | None:
+    """Return what is known of the call that the running host function serves, None outside of one.
+
+    It is kept in a context variable, so tasks that a host function starts see it, too.
+    """
+    source = calling.get(None)
+    return None if source is None else Call(source)
+
+
+def waiting_launches() -> list[Operation[None]]:
+    """Return the launches that wait for the running host function: it must not wait for any of them.
+
+    Those are the ones that called it and are not done, and, where a host function launched one of
+    them, whoever had called that. Empty outside of a host function.
+    """
+    source = calling.get(None)
+    if source is None:
+        return []
+    callers: list[Any] = source.callers if isinstance(source, Request) else [source]  # CallingLaunches
+    waiting = []
+    while callers:
+        caller = callers.pop()
+        if not caller.operation.finished:
+            waiting.append(caller.operation)
+        outer = caller.parent
+        if outer is not None:
+            callers += outer.callers if isinstance(outer, Request) else [outer]
+    return waiting
+
+
+class HandlerTimeout(OffloadTimeout):
+    """A host function took longer than its ``timeout_s``."""
+
+
+class HostFunction(Handler):
+    """A registered coroutine function.
+
+    Parameters
+    ----------
+    function
+        ``async def``, each parameter annotated: a NumPy type, ``int``, ``float``, ``bool`` or a
+        structured dtype for a scalar, ``ao.In``, ``ao.Out``, ``ao.InOut`` for a mapped array. The
+        return annotation likewise; none, or None, if it returns nothing.
+    name
+        A name, or a number below 2**24.
+    batch
+        Whether it takes arrays: all requests at a time.
+    limit
+        How many may run at a time; the others wait, in order.
+    timeout_s
+        Seconds after which it is cancelled, and the kernel gets TIMEOUT.
+    on_error
+        What an exception does: ``"cancel"`` the launch, or let it go on and ``"collect"``.
+    """
+
+    number: int
+    """Its id on the wire."""
+    name: str | int
+    on_error: OnError
+    _parameters: list[Parameter]
+    _result: np.dtype[Any] | None
+    _row: np.dtype[Any]
+    _limit: asyncio.Semaphore | None
+    _timeout_s: float | None
+    _mapped: bool
+
+    def __new__(
+        cls,
+        function: Callable[..., Coroutine[Any, Any, Any]],
+        *,
+        name: str | int | None = None,
+        batch: bool = False,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+        on_error: OnError = "cancel",
+    ) -> HostFunction:
+        """Read the types; raises UsageError where they do not describe what a kernel can send."""
+        if not inspect.iscoroutinefunction(function):
+            raise UsageError(f"a host function is an async def, not {function!r}")
+        if on_error not in ("cancel", "collect"):
+            raise UsageError(f'on_error is "cancel" or "collect", not {on_error!r}')
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise UsageError(f"limit is an integer of at least 1, not {limit!r}")
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+            raise UsageError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
+        parameters, result = _types(function, batch)
+        row = _row([_MAPPED if p.access is not None else p.dtype for p in parameters])
+        mapped = any(p.access is not None for p in parameters)
+        if mapped and batch:
+            raise UsageError(f"{function.__qualname__}: a batch function takes scalars, not mapped arrays")
+        for what, nbytes in (("arguments", row.itemsize), ("result", result.itemsize if result else 0)):
+            if nbytes > PAYLOAD_NBYTES:
+                raise UsageError(
+                    f"{function.__qualname__}: its {what} has {nbytes} bytes, a call takes {PAYLOAD_NBYTES}"
+                )
+        letters = [
+            _LETTERS.get(p.dtype.str[1:]) if p.access is None and p.dtype is not None else None for p in parameters
+        ]
+        plain = (None not in letters or batch) and limit is None and timeout_s is None
+        self = super().__new__(
+            cls,
+            function,
+            copy_context(),
+            "".join(letter or "?" for letter in letters).encode(),
+            np.frombuffer,
+            row[0] if len(parameters) == 1 else row,
+            row.itemsize if parameters else 0,
+            (_LETTERS.get(result.str[1:], "") if result is not None else "").encode(),
+            kind_of(result),
+            0 if result is None else result.itemsize,
+            plain,
+            batch,
+        )
+        self.name = function.__name__ if name is None else name
+        try:
+            self.number = function_id(self.name)
+        except (ValueError, AttributeError) as error:
+            raise UsageError(f"a host function's name is text or a number below 2**24, not {name!r}") from error
+        self.on_error = on_error
+        self._parameters = parameters
+        self._result = result
+        self._row = row
+        self._limit = None if limit is None else asyncio.Semaphore(limit)
+        self._timeout_s = timeout_s
+        self._mapped = mapped
+        return self
+
+    # -- types -----------------------------------------------------------------------------
+
+    @property
+    def takes(self) -> str:
+        """The parameters as a message names them."""
+        return ", ".join(f"{p.name}: {p.dtype}{'' if p.access is None else ' array'}" for p in self._parameters)
+
+    def encode(self, result: Any, rows: int, single: bool) -> Any:
+        """Return the bytes of a result, or of one for each row; raises UsageError where it does not fit."""
+        what = f"the result of host function {self.name}"
+        if self._result is None:
+            raise UsageError(f"{what} is {result!r}, but it has no return annotation")
+        if self.batch:
+            return _rows_of(result, self._result, rows, what)
+        if single:
+            return scalar(result, self._result, what).tobytes()
+        return b"".join(scalar(value, self._result, what).tobytes() for value in result)
+
+    def _rows(self, request: Request) -> Iterator[list[Any]]:
+        """Yield the arguments of each row: Python numbers, and the raw words of mapped arrays."""
+        if not self._parameters:
+            yield from ([] for _ in range(request.rows))
+            return
+        rows: Any = np.frombuffer(request.data or b"", self._row)
+        for row in rows:
+            values = (row[i] for i in range(len(self._parameters)))
+            yield [value if value.dtype.kind == "V" else value.item() for value in values]
+
+    def _columns(self, request: Request) -> list[Any]:
+        rows: Any = np.frombuffer(request.data or b"", self._row)
+        return [rows[f"f{i}"] for i in range(len(self._parameters))]
+
+    # -- running ---------------------------------------------------------------------------
+
+    def begin(self, request: Request, mapping: Mapping) -> None:
+        """Start what serves ``request``."""
+        if self.batch:
+            work = partial(self._batch, request)
+        elif self._mapped:
+            work = partial(self._map, request, mapping)
+        else:
+            work = partial(self._each, request)
+        bounded = self._limit is not None or self._timeout_s is not None
+        request.start(self._bounded(work) if bounded else work())
+
+    async def _bounded(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run ``work`` within the function's limits."""
+        async with self._limit or nullcontext():
+            if self._timeout_s is None:
+                return await work()
+            try:
+                async with asyncio.timeout(self._timeout_s) as deadline:
+                    return await work()
+            except TimeoutError as error:
+                if deadline.expired():
+                    raise HandlerTimeout(f"host function {self.name} took over {self._timeout_s} s") from error
+                raise
+
+    async def _batch(self, request: Request) -> Any:
+        return await self.callable(*self._columns(request))
+
+    async def _each(self, request: Request) -> Any:
+        """Serve one row, or several that came as one request: all succeed or all fail."""
+        rows = list(self._rows(request))
+        if len(rows) == 1:
+            return await self.callable(*rows[0])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.callable(*row)) for row in rows]
+        results = [task.result() for task in tasks]
+        if self._result is not None:
+            return results
+        return next((result for result in results if result is not None), None)
+
+    async def _map(self, request: Request, mapping: Mapping) -> Any:
+        """Serve a request with mapped arrays: they come before the function runs and go back after it."""
+        (row,) = self._rows(request)
+        places = [i for i, p in enumerate(self._parameters) if p.access is not None]
+        words = [row[i].item() for i in places]
+        fetched = await mapping.fetch([(address, *map_extent(extent)) for address, extent in words])
+        try:
+            for i, array in zip(places, fetched.views, strict=True):
+                row[i] = _as_elements(array, self._parameters[i], self.name)
+            result = await self.callable(*row)
+            await mapping.copy_back(fetched)
+        finally:
+            mapping.release(fetched)
+        return result
+
+
+def _types(function: Callable[..., Any], batch: bool) -> tuple[list[Parameter], np.dtype[Any] | None]:
+    """Return the parameters and the dtype of the result, None for none; raises UsageError."""
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except NameError as error:
+        raise UsageError(f"an annotation of {function.__qualname__} cannot be resolved: {error}") from error
+    parameters = []
+    for p in signature.parameters.values():
+        if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            raise UsageError(f"{function.__qualname__}: a host function has positional parameters only, not {p}")
+        parameters.append(parameter_of(p.name, _element(p.annotation) if batch else p.annotation))
+        if parameters[-1].dtype is None:
+            raise UsageError(f"{function.__qualname__}: parameter {p.name} needs a type: a kernel sends bytes")
+    returned = _element(signature.return_annotation) if batch else signature.return_annotation
+    if returned in (None, type(None), signature.empty):
+        return parameters, None
+    result = parameter_of("return", returned)
+    if result.access is not None or result.dtype is None:
+        raise UsageError(f"{function.__qualname__} returns a scalar; an array is a mapped argument")
+    return parameters, result.dtype
+
+
+def _element(annotation: Any) -> Any:
+    """Return the element type of an array annotation such as ``NDArray[np.int64]``, any other as it is."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is np.ndarray:
+        return get_args(arguments[1])[0]
+    return arguments[0] if origin is NDArray else annotation  # NumPy 2.5 has it as an alias of its own
+
+
+def _row(dtypes: Sequence[np.dtype[Any] | None]) -> np.dtype[Any]:
+    """Return the arguments as a C compiler lays out a struct of them."""
+    return np.dtype([(f"f{i}", dtype) for i, dtype in enumerate(dtypes)], align=True)
+
+
+def _rows_of(result: Any, dtype: np.dtype[Any], rows: int, what: str) -> Any:
+    """Return the results of a batch as one contiguous array."""
+    if not isinstance(result, np.ndarray):
+        try:
+            result = np.array(result, dtype)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UsageError(f"{what} cannot be {result!r}: {error}") from None
+    if result.shape != (rows,):
+        raise UsageError(f"{what} has shape {result.shape}, the batch has {rows} rows")
+    if result.dtype != dtype and not np.can_cast(result.dtype, dtype, "safe"):
+        raise UsageError(f"{what} has dtype {result.dtype}, not {dtype}")
+    return np.ascontiguousarray(result, dtype)
+
+
+def _as_elements(array: np.ndarray[Any, Any], parameter: Parameter, name: str | int) -> np.ndarray[Any, Any]:
+    assert parameter.dtype is not None
+    if array.nbytes % parameter.dtype.itemsize:
+        raise UsageError(
+            f"argument {parameter.name} of host function {name} has {array.nbytes} bytes, "
+            f"which are no whole number of {parameter.dtype}"
+        )
+    return array.view(parameter.dtype)

@@ -1,0 +1,152 @@
+"""Mapped arguments: device memory that a host function sees as arrays while the kernel runs.
+
+The copies have lanes of their own, one in each direction, and go through pinned memory that is kept
+for the next call, so that a call which finds a block there allocates nothing. Arguments that lie
+within one another share host memory, as they do on the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from sys import getrefcount
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiooffload.operation import Operation
+from aiooffload.rules.mapping import place
+from aiooffload.rules.wire import MapKind
+
+if TYPE_CHECKING:
+    from aiooffload.drivers.api import RegisteredMemory, Stream
+    from aiooffload.engine.lanes import Lane, Lanes
+    from aiooffload.operation import OperationOwner
+
+__all__ = ["Arena", "Fetched", "Mapping"]
+
+_SMALLEST: Final = 4096
+_NO_VIEWS: Final = 2
+"""References to a block's array without a view of it: the block's and the counting one. A copy in flight has a view."""
+
+
+class Block(NamedTuple):
+    """Pinned memory for the arguments of one call."""
+
+    array: NDArray[np.uint8]
+    device_address: int
+
+
+class Arena:
+    """Pinned blocks, of a power of two bytes each, kept for the next call.
+
+    Parameters
+    ----------
+    register
+        Registers memory that lives as long as the engine, off the loop's thread.
+    """
+
+    def __init__(self, register: Callable[[int], Awaitable[RegisteredMemory]]) -> None:
+        self._register = register
+        self._free: dict[int, list[Block]] = {}
+
+    async def take(self, nbytes: int) -> Block:
+        """Return a block of at least ``nbytes``."""
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        for index, block in enumerate(free):
+            if getrefcount(block.array) == _NO_VIEWS:  # else a host function has kept its array
+                return free.pop(index)
+        memory = await self._register(size)
+        return Block(memory.array[:size], memory.device_address)
+
+    def give_back(self, block: Block) -> None:
+        """The call is over; views of the block may live on."""
+        self._free[len(block.array)].append(block)
+
+
+class Fetched(NamedTuple):
+    """The mapped arguments of one call, on the host."""
+
+    views: list[NDArray[np.uint8]]
+    block: Block
+    back: list[tuple[int, int, int]]
+    """(device address, host address as the device sees it, bytes) to copy back."""
+
+
+class Mapping:
+    """Copies mapped arguments of one engine.
+
+    Parameters
+    ----------
+    loop
+        The loop that owns the engine.
+    lanes
+        Enqueues the copies.
+    to_host, to_device
+        The lanes for each direction; nothing else runs there.
+    arena
+        Where the arguments go on the host.
+    owner
+        The engine, as the operations name it.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lanes: Lanes,
+        to_host: Lane,
+        to_device: Lane,
+        arena: Arena,
+        owner: OperationOwner,
+    ) -> None:
+        self._loop: Final = loop
+        self._lanes = lanes
+        self._to_host = to_host
+        self._to_device = to_device
+        self._arena = arena
+        self._owner = owner
+
+    async def fetch(self, arguments: Sequence[tuple[int, int, MapKind]]) -> Fetched:
+        """Bring the arguments (address, bytes, kind) to the host."""
+        layout = place(arguments)
+        block = await self._arena.take(layout.nbytes)
+        base = block.device_address
+        inward = [(base + offset, address, nbytes) for address, offset, nbytes in layout.inward]
+        try:
+            if inward:
+                await self._copy("map to", inward, self._to_host, block)
+        except BaseException:
+            self._arena.give_back(block)
+            raise
+        views = []
+        for offset, (_, nbytes, kind) in zip(layout.offsets, arguments, strict=True):
+            view = block.array[offset : offset + nbytes]
+            if kind is MapKind.TO:
+                view.flags.writeable = False
+            views.append(view)
+        back = [(address, base + offset, nbytes) for address, offset, nbytes in layout.outward]
+        return Fetched(views, block, back)
+
+    async def copy_back(self, fetched: Fetched) -> None:
+        """Copy back what the kernel is to see."""
+        if fetched.back:
+            await self._copy("map from", fetched.back, self._to_device, fetched.block)
+
+    def release(self, fetched: Fetched) -> None:
+        """The call is over."""
+        self._arena.give_back(fetched.block)
+
+    def _copy(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, block: Block) -> Operation[None]:
+        """Submit copies of (destination, source, bytes)."""
+        operation: Operation[None] = Operation(self._loop, self._owner, name)
+
+        def steps(stream: Stream) -> None:
+            for destination, source, nbytes in copies:
+                stream.enqueue_copy(destination, source, nbytes)
+
+        operation.steps = steps
+        operation.keep = block.array[:]
+        self._lanes.place(operation, lane)
+        return operation

@@ -1,0 +1,449 @@
+"""Reverse offload: the channel of one engine, its host functions, and the launches that call them.
+
+A launch whose kernel calls goes through these states::
+
+    waiting    on the host, like any other
+    calling    on a calling lane; its requests are read with every look at the slots
+    ending     its kernel is over; what it sent is still being read, up to the ring's head at its end
+    ended      everything was read; handlers (of posts, or of calls nobody waited for) may still run
+    done       no handler runs any more: the operation is finished
+
+The channel's memory, the calling lanes and the lanes for mapped arguments are made when the first
+such kernel is loaded. The layout is in :mod:`aiooffload.rules.wire`, the loop that reads it in
+``_native/channel.c``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from aiooffload._native import Caller, Channel, Handler, Request, Word, calling, now_ns
+from aiooffload.drivers.api import CallParameter
+from aiooffload.engine.host_functions import HandlerTimeout, HostFunction
+from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadTimeout, UsageError, WouldBlock
+from aiooffload.rules import wire
+
+if TYPE_CHECKING:
+    from aiooffload.drivers.api import RegisteredMemory, Stream
+    from aiooffload.engine.mapping import Mapping
+    from aiooffload.operation import Operation
+
+__all__ = ["CallingLaunch", "Opened", "Reverse"]
+
+BUDGET_NS: Final = 200_000
+"""How long one look reads requests and runs first steps before others have their turn."""
+_MOST_FAILURES: Final = 100
+
+
+class Opened(NamedTuple):
+    """What a channel is made of."""
+
+    shared: RegisteredMemory
+    state_address: int
+    bell: Word
+    abort: Word
+    """Not 0 once a kernel has given up."""
+    mapping: Mapping
+    keep: object
+    """What keeps the memory alive for kernels that still run after everything else has ended."""
+
+
+class CallingLaunch(Caller):
+    """A launch on the device whose kernel calls."""
+
+    __slots__ = ("failures", "goal", "index", "parent", "words")
+
+    index: int
+    """Its block in the shared memory, until everything it sent was read."""
+    goal: int | None
+    """The ring's head at the end of its kernel; None while that runs."""
+    failures: list[HostFunctionError]
+    parent: Caller | Request | None
+    """What the host function served that launched it, if one did."""
+    words: dict[int, Word]
+    """Of its block, by offset."""
+
+
+class Reverse:
+    """Reverse offload of one engine. Everything runs on the loop's thread.
+
+    Parameters
+    ----------
+    loop
+        The loop that owns the engine.
+    timeout_s
+        The device's deadline for a call.
+    open
+        Makes the memory and the lanes; called once.
+    on_opened
+        Told of the channel, once there is one.
+    on_finished
+        Told of every launch that is done, with its operation.
+    on_quiet
+        Told when no kernel that calls is on the device any more.
+    on_lost
+        Told when a kernel has said that it gives up, which ends the device.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
+        open: Callable[[], Coroutine[Any, Any, Opened]],
+        on_opened: Callable[[Channel], None],
+        on_finished: Callable[[Operation[None]], None],
+        on_quiet: Callable[[], None],
+        on_lost: Callable[[DeviceLostError], None],
+    ) -> None:
+        self._loop: Final = loop
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._open = open
+        self._on_opened = on_opened
+        self._on_finished = on_finished
+        self._on_quiet = on_quiet
+        self._on_lost = on_lost
+        self._opening: asyncio.Task[None] | None = None
+        self._opened: Opened | None = None
+        self.functions: Final[dict[int, HostFunction]] = {}
+        self.channel: Channel | None = None
+        # By operation, from the start of the kernel until no handler runs any more.
+        self.callers: dict[Operation[None], CallingLaunch] = {}
+        # Those of them whose kernel is over, but not everything they sent was read yet.
+        self._ending: list[CallingLaunch] = []
+        # How many kernels that call are on the device.
+        self.resident = 0
+        # Indices of launches, the one that was free longest first.
+        self._free = deque(range(wire.LAUNCHES))
+        # What launches that are done said last, for whoever watches their progress.
+        self._last_progress: WeakKeyDictionary[Operation[None], tuple[int, int]] = WeakKeyDictionary()
+
+    # -- functions -------------------------------------------------------------------------
+
+    def register(self, function: HostFunction) -> None:
+        """Add a host function; raises UsageError if its name or number is taken."""
+        other = self.functions.get(function.number)
+        if other is not None:
+            if other.name == function.name:
+                raise UsageError(f"there is a host function {function.name!r} already")
+            raise UsageError(f"{function.name!r} and {other.name!r} have the same id: give one of them another name")
+        self.functions[function.number] = function
+
+    # -- opening ---------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Make the channel unless that was done; several may wait for it."""
+        if self._opening is None:
+            self._opening = self._loop.create_task(self._make(), name="aiooffload open channel")
+        await asyncio.shield(self._opening)
+
+    async def _make(self) -> None:
+        try:
+            opened = await self._open()
+        except BaseException:
+            self._opening = None
+            raise
+        shared = opened.shared
+        self.channel = Channel(shared.host_address, shared.array, self._loop, self.functions, self)
+        self._opened = opened
+        self._on_opened(self.channel)
+
+    # -- launches --------------------------------------------------------------------------
+
+    def start(
+        self,
+        operation: Operation[None],
+        context: Context,
+        prepare: Callable[[CallParameter], Any],
+        stream: Stream,
+    ) -> None:
+        """Enqueue the kernel of ``operation`` and what tells the host where its requests end."""
+        assert self._opened is not None
+        assert self.channel is not None
+        caller = self._attach(operation, context)
+        opened = self._opened
+        parameter = wire.LaunchParameter(
+            opened.shared.device_address,
+            opened.state_address,
+            opened.bell.device_address,
+            self._timeout_ns,
+            caller.index,
+        )
+        try:
+            prepared = prepare(CallParameter(parameter.pack(), opened.keep))
+            assert operation.plan is not None
+            stream.enqueue_kernel(operation.plan, prepared, operation, 0)
+        except BaseException:
+            self._detach(caller)
+            del self.callers[operation]
+            raise
+        finally:
+            operation.plan = None  # how long it takes says nothing about the next: it waits for others
+        self.resident += 1
+        self.channel.served_ns = now_ns()
+        end = opened.shared.device_address + wire.launch_offset(caller.index) + wire.LAUNCH_END
+        stream.enqueue_copy(end, opened.state_address + wire.STATE_HEAD, 8)
+
+    def _attach(self, operation: Operation[None], context: Context) -> CallingLaunch:
+        assert self._opened is not None
+        assert self.channel is not None
+        if not self._free:
+            raise WouldBlock(f"{wire.LAUNCHES} launches that call are on the device")
+        caller = CallingLaunch(context, operation)
+        caller.parent = context.get(calling)
+        context.run(calling.set, caller)
+        caller.index = self._free.popleft()
+        caller.goal = None
+        caller.failures = []
+        offset = wire.launch_offset(caller.index)
+        words = (
+            wire.LAUNCH_CANCEL,
+            wire.LAUNCH_SEEN,
+            wire.LAUNCH_TROUBLE,
+            wire.LAUNCH_PROGRESS,
+            wire.LAUNCH_PROGRESS + 8,
+        )
+        caller.words = {word: self._opened.shared.word(offset + word) for word in words}
+        for word in caller.words.values():
+            word.store(0)
+        self.callers[operation] = caller
+        self.channel.attach(caller.index, caller)
+        return caller
+
+    def _detach(self, caller: CallingLaunch) -> None:
+        if self.channel is not None and not self.channel.closed:
+            self.channel.attach(caller.index, None)
+        self._free.append(caller.index)
+
+    def arrived(self, operation: Operation[None]) -> None:
+        """The kernel of ``operation`` is over: read what it sent, then wait for its handlers."""
+        caller = self.callers.get(operation)
+        if caller is None:  # refused by the driver before it started
+            operation.finish(failure=operation.failure)
+            self._on_finished(operation)
+            return
+        assert self._opened is not None
+        assert self.channel is not None
+        self.resident -= 1
+        caller.goal = self._opened.shared.word(wire.launch_offset(caller.index) + wire.LAUNCH_END).load()
+        self._ending.append(caller)
+        try:
+            if not self.channel.busy:
+                self.channel.drain(BUDGET_NS)
+        finally:
+            self.settle()
+        if not self.resident:
+            self._on_quiet()
+
+    @property
+    def called_ns(self) -> int | None:
+        """When a request was last read or a kernel started; None while none that calls is on the device."""
+        if not self.resident or self.channel is None:
+            return None
+        return self.channel.served_ns
+
+    def settle(self) -> None:
+        """End those launches of which everything was read."""
+        assert self.channel is not None
+        waiting = [caller for caller in self._ending if (caller.goal or 0) > self.channel.position]
+        ended = [caller for caller in self._ending if caller not in waiting]
+        self._ending = waiting
+        self.channel.unsettled = len(waiting)
+        for caller in ended:
+            self._detach(caller)
+            if caller.operation.failure is not None:  # the kernel died, and its handlers with it
+                self._stop(caller)
+            caller.ended = True
+            if caller.active == 0:
+                self.idle(caller)
+
+    # -- what the channel asks -------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """Start a request that is not plain."""
+        function = request.handler
+        assert isinstance(function, HostFunction)
+        assert self._opened is not None
+        function.begin(request, self._opened.mapping)
+
+    def encode(self, request: Request, result: Any) -> Any:
+        """Return the bytes of a result."""
+        function = request.handler
+        assert isinstance(function, HostFunction)
+        return function.encode(result, request.rows, single=request.rows == 1)
+
+    def failed(self, request: Request, error: BaseException) -> None:
+        """Answer a request whose handler raised, and let its launches know."""
+        function = request.handler
+        assert isinstance(function, HostFunction)
+        if isinstance(error, HandlerTimeout):
+            request.end(wire.Status.TIMEOUT)
+        elif isinstance(error, HostFunctionError) and error.code > 0:
+            request.end(wire.Status.ERROR, error.code)
+        else:
+            request.end(wire.Status.ERROR, wire.Code.WRONG_REPLY if isinstance(error, UsageError) else wire.Code.RAISED)
+        if not isinstance(error, Exception):
+            raise error
+        for caller in request.callers:
+            failure = HostFunctionError(
+                f"host function {function.name!r}, called by {_kernel(caller)}, failed: {error!r}"
+            )
+            failure.__cause__ = error
+            self._blame(caller, failure, function)
+
+    def refused(self, caller: Caller, function: int, handler: Handler | None, nbytes: int) -> None:
+        """Take note of a call that no function could take."""
+        if isinstance(handler, HostFunction):
+            sent = f"{nbytes} bytes of arguments, it takes {handler.nbytes} ({handler.takes})"
+            failure = HostFunctionError(
+                f"{_kernel(caller)} called host function {handler.name!r} with {sent}", code=wire.Code.WRONG_ARGUMENTS
+            )
+            self._blame(caller, failure, handler)
+        else:
+            known = ", ".join(repr(f.name) for f in self.functions.values()) or "none"
+            text = f"{_kernel(caller)} called host function {function:#x}, which is not registered; there are: {known}"
+            self._blame(caller, HostFunctionError(text, code=wire.Code.UNKNOWN_FUNCTION), None)
+
+    def idle(self, caller: Caller) -> None:
+        """No handler of an ended launch runs any more: finish its operation."""
+        assert isinstance(caller, CallingLaunch)
+        operation = caller.operation
+        if operation not in self.callers:
+            return
+        self._last_progress[operation] = self.progress(operation)
+        del self.callers[operation]
+        failure = self._outcome(caller)
+        operation.finish(failure=failure)
+        self._on_finished(operation)
+
+    def _blame(self, caller: Caller, failure: HostFunctionError, function: HostFunction | None) -> None:
+        assert isinstance(caller, CallingLaunch)
+        if len(caller.failures) < _MOST_FAILURES:
+            caller.failures.append(failure)
+        if function is None or function.on_error == "cancel":
+            self._stop(caller)
+
+    def _outcome(self, caller: CallingLaunch) -> BaseException | None:
+        """Return how the launch has ended: what its program asked for, or what went wrong first."""
+        operation = caller.operation
+        stopped = operation.stop
+        # It was asked to stop and has seen it; else it completed all the same.
+        if stopped is not None and (
+            caller.told or caller.words[wire.LAUNCH_SEEN].load() or operation.failure is not None
+        ):
+            failure: BaseException = stopped
+            return failure
+        if caller.failures:
+            return _together(caller.failures)
+        trouble = wire.trouble(caller.words[wire.LAUNCH_TROUBLE].load())
+        if trouble is not None:
+            return self._trouble(caller, *trouble)
+        kernel_failure: BaseException | None = operation.failure
+        return kernel_failure
+
+    def _trouble(self, caller: CallingLaunch, function: int, code: wire.Code) -> HostFunctionError:
+        """Say what the kernel has seen and the host has not."""
+        known = self.functions.get(function)
+        what = f"{_kernel(caller)} called host function {known.name if known else hex(function)!r}"
+        if code is wire.Code.NO_ANSWER:
+            error = HostFunctionError(f"{what} and got no answer within its deadline", code=code)
+            text = "the host function did not return in time, or something blocked the event loop"
+            error.__cause__ = OffloadTimeout(text)
+            return error
+        meaning = {
+            wire.Code.TOO_LARGE: f"with more than {wire.PAYLOAD_NBYTES} bytes of arguments: map them",
+            wire.Code.WRONG_REPLY: "and expected a result of another type or size",
+        }
+        return HostFunctionError(f"{what} {meaning.get(code, code.name)}", code=code)
+
+    # -- stopping --------------------------------------------------------------------------
+
+    def cancel(self, operation: Operation[None]) -> None:
+        """Ask a launch on the device to stop: its waits return CANCELLED, its handlers are cancelled."""
+        caller = self.callers.get(operation)
+        if caller is not None:
+            self._stop(caller)
+
+    def _stop(self, caller: CallingLaunch) -> None:
+        if caller.stopped:
+            return
+        caller.stopped = True
+        if self.channel is not None and not self.channel.closed:
+            caller.words[wire.LAUNCH_CANCEL].store(1)
+        if caller.active:  # something is cut short, so it does not complete all the same
+            caller.told = True
+        for request in list(caller.requests):
+            if not request.drop(caller) and request.task is not None:
+                request.task.cancel()
+
+    def look(self) -> None:
+        """See whether a kernel has given up: nobody has to wait until the driver finds out."""
+        if self._opened is None or not self.resident or not self._opened.abort.load():
+            return
+        offset = wire.ABORT_OFFSET
+        message = wire.abort_message(bytes(self._opened.shared.array[offset : offset + wire.ABORT_NBYTES]))
+        assert message is not None
+        index, code, text = message
+        name = next((_kernel(caller) for caller in self.callers.values() if caller.index == index), "a kernel")
+        self._on_lost(DeviceLostError(f"{name} aborted with code {code}: {text}", operation="abort", code=code))
+
+    def abandon(self, failure: BaseException) -> None:
+        """The device or the Offload is gone: stop every kernel that can be stopped, and every handler."""
+        for caller in list(self.callers.values()):
+            self._stop(caller)
+        if self.channel is not None:
+            self.channel.close()
+        self._ending.clear()
+        self.resident = 0
+        callers, self.callers = self.callers, {}
+        for operation in callers:
+            operation.finish(failure=failure)
+        if self._opening is not None:
+            self._opening.cancel()
+
+    def close(self) -> None:
+        """Let go of the channel's memory; nothing is on the device any more."""
+        if self.channel is not None:
+            self.channel.close()
+        self._opened = None
+
+    # -- looking in ------------------------------------------------------------------------
+
+    @property
+    def served(self) -> int:
+        """How many requests were read."""
+        return self.channel.position if self.channel is not None else 0
+
+    def progress(self, operation: Operation[None]) -> tuple[int, int]:
+        """Return (done, total) as the kernel said it last."""
+        caller = self.callers.get(operation)
+        if caller is None:
+            return self._last_progress.get(operation, (0, 0))
+        return caller.words[wire.LAUNCH_PROGRESS].load(), caller.words[wire.LAUNCH_PROGRESS + 8].load()
+
+    def stats(self) -> dict[str, int]:
+        """Return counters: what was read, what made no sense, what is open."""
+        channel = self.channel
+        return {
+            "served": self.served,
+            "dropped": channel.dropped if channel is not None else 0,
+            "resident": self.resident,
+            "open": sum(caller.active for caller in self.callers.values()),
+        }
+
+
+def _kernel(caller: Caller) -> str:
+    return f"kernel {caller.operation.name}"
+
+
+def _together(failures: list[HostFunctionError]) -> HostFunctionError:
+    """Return one failure for all of them."""
+    if len(failures) == 1:
+        return failures[0]
+    error = HostFunctionError(f"{failures[0]} (and {len(failures) - 1} more)", code=failures[0].code)
+    error.__cause__ = ExceptionGroup("host functions failed", failures)
+    return error
