@@ -189,7 +189,10 @@ def several(launch: Any, x: np.int64, values: ao.InOut[np.float64]) -> None:
 @ao.kernel(
     cuda=INCLUDE
     + """extern "C" __global__ void padded(ao::Launch launch, double* value) {
-        launch.call(ao::fn("f"), value[0], (signed char)-5, 2.5, (short)-300, 1LL << 40, true, 0.125f, (unsigned char)9);
+        signed char a = -5;
+        short c = -300;
+        unsigned char h = 9;
+        launch.call(ao::fn("f"), value[0], a, 2.5, c, 1LL << 40, true, 0.125f, h);
     }""",
     calls=True,
 )
@@ -396,7 +399,10 @@ def in_steps(launch: Any, n: np.int32) -> None:
 @ao.kernel(
     cuda=INCLUDE
     + """extern "C" __global__ void map_array(ao::Launch launch, float* x, int n, int kind, int* report) {
-        ao::Mapped mapped = kind == 1 ? ao::to(x, n) : kind == 2 ? ao::from(x, n) : kind == 3 ? ao::tofrom(x, n) : ao::alloc(x, n);
+        ao::Mapped mapped = ao::alloc(x, n);
+        if (kind == 1) mapped = ao::to(x, n);
+        if (kind == 2) mapped = ao::from(x, n);
+        if (kind == 3) mapped = ao::tofrom(x, n);
         report[0] = (int)launch.call(ao::fn("f"), ao::None(), mapped);
         report[1] = launch.error();
     }""",
@@ -707,7 +713,9 @@ class CallingRig:
         """Register a function."""
         self.off.host_function(**options)(function)
 
-    def launch(self, kernel: ao.Kernel, *args: Any, grid: Any = 1, block: Any = 1, **options: Any) -> ao.Operation[None]:
+    def launch(
+        self, kernel: ao.Kernel, *args: Any, grid: Any = 1, block: Any = 1, **options: Any
+    ) -> ao.Operation[None]:
         """Launch, by default with one thread."""
         return self.off.launch(kernel, grid=grid, block=block, args=args, **options)
 
@@ -720,7 +728,9 @@ class CallingRig:
         found: list[Any] = (await self.off.get(buffer)).tolist()
         return found
 
-    async def asked(self, kernel: ao.Kernel, x: int, dtype: Any = np.int64) -> tuple[list[int], Any, BaseException | None]:
+    async def asked(
+        self, kernel: ao.Kernel, x: int, dtype: Any = np.int64
+    ) -> tuple[list[int], Any, BaseException | None]:
         """Launch one of the kernels that ask f(x): the report, the value, and how the launch ended."""
         value, report = self.array(1, dtype), self.array(2, np.int32)
         operation = self.launch(kernel, x, value, report)

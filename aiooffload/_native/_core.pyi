@@ -381,6 +381,9 @@ class Channel:
         """Descriptors that made no sense."""
     served_ns: int
     """When something was last read, on the clock of now_ns."""
+    @property
+    def suspended(self) -> int:
+        """How many handlers, ever, were not done with their first step."""
     unsettled: int
     """Launches that have ended with something unread; kept by the owner."""
     @property

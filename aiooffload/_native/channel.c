@@ -304,6 +304,7 @@ static PyMemberDef channel_members[] = {
     {"posts", T_ULONGLONG, offsetof(AoChannel, posts), READONLY, NULL},
     {"dropped", T_ULONGLONG, offsetof(AoChannel, dropped), READONLY, NULL},
     {"served_ns", T_LONGLONG, offsetof(AoChannel, served_ns), 0, NULL},
+    {"suspended", T_ULONGLONG, offsetof(AoChannel, suspended), READONLY, NULL},
     {"unsettled", T_INT, offsetof(AoChannel, unsettled), 0, NULL},
     {"busy", T_BOOL, offsetof(AoChannel, busy), READONLY, NULL},
     {"closed", T_BOOL, offsetof(AoChannel, closed), READONLY, NULL},

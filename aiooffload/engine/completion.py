@@ -183,6 +183,7 @@ class Completion:
         # How many more naps may follow without a decision of the policy's.
         self._naps = 0
         self._timer_ns = 0
+        self._suspended = 0
         self._closed = False
         # Whether on_progress has something to do besides sending what is pending.
         self.attention = False
@@ -214,7 +215,7 @@ class Completion:
             return
         if self.marks is not None:
             self._store_marks()
-        if self._poll(self._spin_ns):
+        if self._poll(self._spin_ns if self._settled() else 0):
             # Whoever was woken runs in the loop's next turn: decide after that, not before.
             if board.pending or self.attention:
                 self._on_progress()
@@ -224,6 +225,14 @@ class Completion:
                 self._set_timer(0)
         elif not self._closed:
             self._decide()
+
+    def _settled(self) -> bool:
+        """Whether no handler has suspended since the last turn: then nobody waits for the loop to go on."""
+        channel = self._board.channel
+        if channel is None or channel.suspended == self._suspended:
+            return True
+        self._suspended = channel.suspended
+        return False
 
     def _poll(self, spin_ns: int = 0) -> int:
         """Finish what has arrived and serve what was asked for; return how many of both."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiooffload.engine.mapping import Mapping
     from aiooffload.operation import Operation
 
-__all__ = ["Call", "HandlerTimeout", "HostFunction", "OnError", "current_call", "waiting_launches"]
+__all__ = ["Call", "HandlerTimeout", "HostFunction", "OnError", "ReplyError", "current_call", "waiting_launches"]
 
 OnError = Literal["cancel", "collect"]
 
@@ -36,7 +36,7 @@ _LETTERS: Final = {
     "b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q",
     "f4": "f", "f8": "d",
 }  # fmt: skip
-_MAPPED: Final = np.dtype([("address", np.uint64), ("extent", np.uint64)])
+_MAPPED: Final = np.dtype([("address", np.uint64), ("extent", np.uint64)], align=True)
 
 
 class Call:
@@ -108,6 +108,10 @@ def waiting_launches() -> list[Operation[None]]:
 
 class HandlerTimeout(OffloadTimeout):
     """A host function took longer than its ``timeout_s``."""
+
+
+class ReplyError(UsageError):
+    """What a host function returned is not what its annotation says."""
 
 
 class HostFunction(Handler):
@@ -211,15 +215,18 @@ class HostFunction(Handler):
         return ", ".join(f"{p.name}: {p.dtype}{'' if p.access is None else ' array'}" for p in self._parameters)
 
     def encode(self, result: Any, rows: int, single: bool) -> Any:
-        """Return the bytes of a result, or of one for each row; raises UsageError where it does not fit."""
+        """Return the bytes of a result, or of one for each row; raises ReplyError where it does not fit."""
         what = f"the result of host function {self.name}"
         if self._result is None:
-            raise UsageError(f"{what} is {result!r}, but it has no return annotation")
-        if self.batch:
-            return _rows_of(result, self._result, rows, what)
-        if single:
-            return scalar(result, self._result, what).tobytes()
-        return b"".join(scalar(value, self._result, what).tobytes() for value in result)
+            raise ReplyError(f"{what} is {result!r}, but it has no return annotation")
+        try:
+            if self.batch:
+                return _rows_of(result, self._result, rows, what)
+            if single:
+                return scalar(result, self._result, what).tobytes()
+            return b"".join(scalar(value, self._result, what).tobytes() for value in result)
+        except UsageError as error:
+            raise ReplyError(str(error)) from error
 
     def _rows(self, request: Request) -> Iterator[list[Any]]:
         """Yield the arguments of each row: Python numbers, and the raw words of mapped arrays."""

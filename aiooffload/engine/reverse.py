@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from aiooffload._native import Caller, Channel, Handler, Request, Word, calling, now_ns
 from aiooffload.drivers.api import CallParameter
-from aiooffload.engine.host_functions import HandlerTimeout, HostFunction
+from aiooffload.engine.host_functions import HandlerTimeout, HostFunction, ReplyError
 from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadTimeout, UsageError, WouldBlock
 from aiooffload.rules import wire
 
@@ -139,6 +139,7 @@ class Reverse:
         """Make the channel unless that was done; several may wait for it."""
         if self._opening is None:
             self._opening = self._loop.create_task(self._make(), name="aiooffload open channel")
+            self._opening.add_done_callback(_retrieve)  # those who wait for it tell its failure
         await asyncio.shield(self._opening)
 
     async def _make(self) -> None:
@@ -280,18 +281,19 @@ class Reverse:
         """Answer a request whose handler raised, and let its launches know."""
         function = request.handler
         assert isinstance(function, HostFunction)
+        code: int = wire.Code.WRONG_REPLY if isinstance(error, ReplyError) else wire.Code.RAISED
+        if isinstance(error, HostFunctionError) and error.code > 0:
+            code = error.code
         if isinstance(error, HandlerTimeout):
+            code = wire.Code.NO_ANSWER
             request.end(wire.Status.TIMEOUT)
-        elif isinstance(error, HostFunctionError) and error.code > 0:
-            request.end(wire.Status.ERROR, error.code)
         else:
-            request.end(wire.Status.ERROR, wire.Code.WRONG_REPLY if isinstance(error, UsageError) else wire.Code.RAISED)
+            request.end(wire.Status.ERROR, code)
         if not isinstance(error, Exception):
             raise error
         for caller in request.callers:
-            failure = HostFunctionError(
-                f"host function {function.name!r}, called by {_kernel(caller)}, failed: {error!r}"
-            )
+            text = f"host function {function.name!r}, called by {_kernel(caller)}, failed: {error!r}"
+            failure = HostFunctionError(text, code=code)
             failure.__cause__ = error
             self._blame(caller, failure, function)
 
@@ -299,6 +301,8 @@ class Reverse:
         """Take note of a call that no function could take."""
         if isinstance(handler, HostFunction):
             sent = f"{nbytes} bytes of arguments, it takes {handler.nbytes} ({handler.takes})"
+            if nbytes == handler.nbytes:
+                sent = "so many rows in one request that their results do not fit a reply"
             failure = HostFunctionError(
                 f"{_kernel(caller)} called host function {handler.name!r} with {sent}", code=wire.Code.WRONG_ARGUMENTS
             )
@@ -434,6 +438,11 @@ class Reverse:
             "resident": self.resident,
             "open": sum(caller.active for caller in self.callers.values()),
         }
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _kernel(caller: Caller) -> str:

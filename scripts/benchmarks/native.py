@@ -1,4 +1,4 @@
-"""Compiles and loads ``peers.c``."""
+"""Compiles and loads the parts that are written in C."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ class Work(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the loaded library. Its functions run without the interpreter lock."""
-    source = Path(__file__).with_name("peers.c")
-    with tempfile.TemporaryDirectory(prefix="aiooffload-bench-") as folder:
-        target = Path(folder, "peers.so")
-        try:
-            subprocess.run(["gcc", "-O2", "-std=gnu11", "-Wall", "-shared", "-fPIC", "-o", target, source], check=True)
-        except FileNotFoundError:
-            raise SystemExit("scripts/bench needs gcc; on Debian and Ubuntu: apt-get install gcc libc6-dev") from None
-        loaded = ctypes.CDLL(str(target))
+    """Return ``peers.c``. Its functions run without the interpreter lock."""
+    loaded = compiled("peers.c")
     samples = ctypes.POINTER(ctypes.c_int64)
     for function in (loaded.peer_sync, loaded.peer_usleep):
         function.argtypes, function.restype = (ctypes.POINTER(Work), ctypes.c_int64, samples), ctypes.c_int
     loaded.wait_ns.argtypes, loaded.wait_ns.restype = (ctypes.c_int64,), ctypes.c_int64
     return loaded
+
+
+def compiled(name: str) -> ctypes.CDLL:
+    """Compile a file of this folder and load it."""
+    source = Path(__file__).with_name(name)
+    with tempfile.TemporaryDirectory(prefix="aiooffload-bench-") as folder:
+        target = Path(folder, source.stem + ".so")
+        try:
+            subprocess.run(["gcc", "-O2", "-std=gnu11", "-Wall", "-shared", "-fPIC", "-o", target, source], check=True)
+        except FileNotFoundError:
+            raise SystemExit("scripts/bench needs gcc; on Debian and Ubuntu: apt-get install gcc libc6-dev") from None
+        return ctypes.CDLL(str(target))

@@ -47,6 +47,7 @@ class Kernel:
     host_function: Any = None
     image: bytes | None = None
     core: Any = None
+    calls: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import aiooffload as ao
+
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ["hybrid", "interrupt", "poll"]
 MECHANISMS = [*OURS, "sync", "executor", "sleep0", "callback", "usleep"]
@@ -95,3 +97,154 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
     done = bench(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+# -- reverse -------------------------------------------------------------------------------
+
+ANSWERED = ["eager", "awaiting", "batch", "spin", "libgomp", "llvm"]
+SERVED = [*ANSWERED[:3], "post", *ANSWERED[3:]]
+
+
+@pytest.fixture(scope="module")
+def reverse(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """The figures of one short run, and what it printed."""
+    target = tmp_path_factory.mktemp("reverse") / "figures.json"
+    done = bench("reverse", "--device", "host", "--smoke", "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    return json.loads(target.read_text()), done
+
+
+def test_every_way_to_answer_is_measured(
+    reverse: tuple[dict[str, Any], subprocess.CompletedProcess[str]],
+) -> None:
+    """Each section has the agreed keys, for everything that is compared in it, in order."""
+    figures, _ = reverse
+    assert [row["name"] for row in figures["round_trip"]] == ANSWERED
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in figures["round_trip"])
+    assert [(row["warps"], row["name"]) for row in figures["rates"]] == [
+        (n, name) for n in (1, 8, 32) for name in SERVED
+    ]
+    assert all(row["calls_per_s"] > 0 for row in figures["rates"])
+    assert [(row["silence_us"], row["name"]) for row in figures["silence"]] == [
+        (us, name) for us in (1_000, 10_000) for name in ANSWERED
+    ]
+    for row in figures["silence"]:
+        assert set(row) == {"name", "silence_us", "excess_p50_us", "cpu_percent"}
+    assert {row["name"]: row["cpu_percent"] >= 0 for row in figures["resident"]} == dict.fromkeys(
+        ("eager", "spin", "libgomp", "llvm"), True
+    )
+    (mapped,) = figures["mapped"]
+    assert mapped["speed_percent"] == pytest.approx(100 * mapped["copies_us"] / mapped["mapped_us"], rel=0.01)
+    assert (figures["device"], figures["rounds"], figures["problems"], figures["bars"]) == ("host", 1, [], [])
+
+
+def test_figures_are_printed_as_they_come_and_in_tables(
+    reverse: tuple[dict[str, Any], subprocess.CompletedProcess[str]],
+) -> None:
+    """Progress is on standard error, a line for each figure; the tables are on standard output."""
+    figures, done = reverse
+    sections = ("round_trip", "rates", "silence", "resident", "mapped")
+    assert len(done.stderr.splitlines()) == sum(len(figures[section]) for section in sections)
+    assert "round 1 of 1: eager, round trip: p50_us" in done.stderr
+    assert "vs libgomp" in done.stdout
+    assert "The bars are for GPUs." in done.stdout
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of the benchmark can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+@pytest.mark.usefixtures("parts")
+def test_bars_say_what_is_met() -> None:
+    """Each figure of a GPU is held against its bar; one that is missing is not met."""
+    from benchmarks import reverse_report
+
+    figures = {
+        "round_trip": [{"name": "eager", "p50_us": 6.5}, {"name": "libgomp", "p50_us": 45.5}],
+        "rates": [
+            {"name": "batch", "warps": 32, "calls_per_s": 4.2e6},
+            {"name": "post", "warps": 32, "calls_per_s": 9e6},
+        ],
+        "resident": [{"name": "spin", "cpu_percent": 100.0}, {"name": "eager", "cpu_percent": 0.9}],
+        "mapped": [],
+    }
+    met = {row["figure"]: (row["measured"], row["bar"], row["met"]) for row in reverse_report.bars(figures)}
+    assert met["round trip, eager, p50"] == ("6.50 us", "<= 7 us", "yes")
+    assert met["round trip, libgomp's loop over eager"] == ("7.00 x", ">= 8 x", "NO")
+    assert met["batch, 32 warps"] == ("4.20 M/s", ">= 4 M/s", "yes")
+    assert met["post, 32 warps"] == ("9.00 M/s", ">= 10 M/s", "NO")
+    assert met["batch, 8,448 warps"] == ("-", ">= 8 M/s", "not measured")
+    assert met["CPU, silent resident kernel"] == ("0.90 %", "<= 1 %", "yes")
+    assert met["mapped tofrom, 1 MiB, speed of two copies"][2] == "not measured"
+    assert len(met) == 10
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+def test_kernels_for_gpus_compile(arch: str) -> None:
+    """The CUDA code of ours and of the peers compiles, which needs no GPU."""
+    from benchmarks import reverse_kernels, reverse_peers_cuda
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=arch, std="c++17", include_path=[ao.include_dir()])
+    for source in (reverse_kernels.SOURCE, reverse_peers_cuda.SOURCE):
+        assert Program(source, "c++", options).compile("cubin").code
+
+
+def program(text: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that can import the benchmarks' modules; they may block the loop, a test may not."""
+    text = f"import asyncio, sys, time\nsys.path[:0] = ['.', 'scripts']\n{text}"
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_a_loop_that_answers_nothing_fails_in_time() -> None:
+    """Kernel and loop of a peer both end by themselves, and the step fails with a message."""
+    done = program("""
+from benchmarks import reverse_peers
+
+reverse_peers.LIMIT_NS = 50_000_000
+peer = reverse_peers.Spin(reverse_peers.HostThreads(2))
+for status, step in (0, peer.rate(2, 1)), (-1, peer.calls(1)):
+    peer._serve = lambda serving: status
+    try:
+        asyncio.run(step)
+    except RuntimeError as error:
+        print(error)
+""")
+    assert done.stdout.splitlines() == ["2 warps got no answer", "the loop ended with -1, too late"], done.stderr
+
+
+def test_what_fails_is_told_and_the_rest_is_measured() -> None:
+    """A step that takes too long is a problem of its own; ours begin with a new Offload after it."""
+    done = program("""
+from benchmarks import reverse, reverse_ours
+
+async def hangs(session, count):
+    await asyncio.sleep(60)
+
+reverse_ours.mapped = hangs
+reverse.STEP_LIMIT_S = 0.5
+reverse.WARPS = {"host": (1,)}
+run = reverse.Run("-", reverse.SMOKE, "host", "")
+asyncio.run(run.run())
+run.write()
+""")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert [problem["step"] for problem in figures["problems"]] == ["round 1 of 1: eager, 1 MiB mapped"]
+    assert [row["name"] for row in figures["round_trip"]] == ANSWERED
+    assert "FAILED: TimeoutError" in done.stderr
+
+
+def test_a_hang_ends_the_process() -> None:
+    """Where nothing else helps, the process ends with a message and what it had to say."""
+    done = program("""
+from benchmarks.reverse_measure import Watch
+
+with Watch(lambda: print("last words")).step("a step", 0.2):
+    time.sleep(60)
+""")
+    assert (done.returncode, done.stdout) == (3, "last words\n")
+    assert "a step hangs" in done.stderr

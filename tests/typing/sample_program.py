@@ -31,6 +31,15 @@ def clear(launch: ao.Launch, y: ao.InOut[np.float32]) -> None:
     y[:] = 0
 
 
+@ao.kernel(calls=True)
+def ask(launch: ao.Launch, y: ao.Out[np.float64]) -> None:
+    pending = launch.call_async("price", 3)
+    y[0] = launch.call("price", 2) + pending.wait()
+    launch.call("scale", launch.tofrom(y))
+    launch.post("note", 1.5)
+    launch.progress(1, 1)
+
+
 async def memory(off: ao.Offload, n: int) -> None:
     """Buffers in every way to get one, and what comes back."""
     buffer = await off.put(np.arange(n, dtype=np.float32))
@@ -64,6 +73,36 @@ async def launches(off: ao.Offload, n: int) -> None:
     print(off.stats(), first.result())
 
 
+async def calls(off: ao.Offload) -> None:
+    """Host functions, bare and with options, and a launch that calls them."""
+
+    @off.host_function
+    async def price(item: int) -> float:
+        call = ao.current_call()
+        assert call is not None
+        print(call.operation, call.lane, call.device)
+        return item * 1.5
+
+    @off.host_function(batch=True, limit=4, timeout_s=1.0, on_error="collect")
+    async def prices(items: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.full(items.shape, 1.5)
+
+    @off.host_function(name="scale")
+    async def anything(y: ao.InOut[np.float64]) -> None:
+        y *= 2
+
+    assert_type(await price(2), float)
+    operation = off.launch(ask, grid=1, block=1, args=(off.zeros(1, np.float64),))
+    async for done, total in operation.progress():
+        assert_type(done, int)
+        print(done, total)
+    try:
+        await operation
+    except ao.HostFunctionError as error:
+        print(error.code, error.__cause__)
+    print(ao.include_dir(), prices, anything)
+
+
 async def errors(off: ao.Offload) -> str:
     """Errors by class, with what they carry."""
     try:
@@ -83,6 +122,7 @@ async def main() -> None:
     async with ao.Offload("auto", lanes=16, wake="hybrid") as off:
         await memory(off, 1024)
         await launches(off, 1024)
+        await calls(off)
         print(await errors(off))
 
 

@@ -80,8 +80,10 @@ class HostLaunch:
         rows = len(arrays[0]) if arrays else 0
         if not 1 <= rows <= _ROWS or any(array.shape != (rows,) for array in arrays):
             raise UsageError(f"call_each takes columns of the same length, 1 to {_ROWS}")
-        data = b"".join(_packed([array[i] for array in arrays]) for i in range(rows))
-        return np.atleast_1d(self._send(function, data, rows, None, ()).wait())
+        packed = [_packed([array[i] for array in arrays]) for i in range(rows)]
+        if _ROWS * len(packed[0]) > PAYLOAD_NBYTES:  # as in CUDA, a request for each
+            return np.array([pending.wait() for pending in [self._send(function, one, 1, None, ()) for one in packed]])
+        return np.atleast_1d(self._send(function, b"".join(packed), rows, None, ()).wait())
 
     def _send(self, function: str | int, data: bytes, rows: int, dtype: Any, keep: object) -> PendingCall:
         port, number = self._open_port(), function_id(function)
@@ -109,7 +111,7 @@ class HostLaunch:
 
     def progress(self, done: int, total: int) -> None:
         """Say how far the launch is."""
-        self._open_port().progress(done, total)
+        self._open_port().progress(int(done), int(total))
 
     def set_timeout_s(self, timeout_s: float) -> None:
         """Let the waits of this launch end after so many seconds instead of the Offload's deadline."""
@@ -117,7 +119,7 @@ class HostLaunch:
 
     def abort(self, code: int, text: str) -> NoReturn:
         """Give up. Here a kernel can die alone, so this launch fails and nothing else."""
-        raise LaunchError(f"the kernel aborted with code {code}: {text}", operation="abort", code=code)
+        raise LaunchError(f"the kernel aborted with code {code}: {text}", operation="abort", code=int(code))
 
     def to(self, array: NDArray[Any]) -> Mapped:
         """Map an array whose content the host function gets."""

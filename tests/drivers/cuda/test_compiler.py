@@ -76,7 +76,9 @@ def constants(path: Path) -> Iterator[tuple[int, str]]:
         text = text_of(node, known) if not isinstance(node, ast.Name) else None
         if text is not None:
             yield getattr(node, "lineno", 0), text
-        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        elif not isinstance(node, ast.JoinedStr) and not (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):  # parts of a string that is put together at run time are no sources
             waiting += ast.iter_child_nodes(node)
 
 
