@@ -133,19 +133,21 @@ def parameter_of(name: str, annotation: Any) -> Parameter:
     """Return the parameter that an annotation describes; raises UsageError if it describes none."""
     if annotation is inspect.Parameter.empty:
         return Parameter(name, None, None)
+    element, access = annotation, None
     if get_origin(annotation) is Annotated:
         base, *metadata = get_args(annotation)
         access = next((m for m in metadata if isinstance(m, Access)), None)
         if access is not None:
             (element,) = get_args(get_args(base)[1])
-            return Parameter(name, None if element is _T else np.dtype(element), access)
+            if element in (_T, Any):
+                return Parameter(name, None, access)
     try:
-        dtype = np.dtype(annotation)
+        dtype = np.dtype(element)
     except TypeError:
         dtype = np.dtype(object)
-    if dtype.hasobject:  # NumPy takes any class for one
-        raise UsageError(f"annotation {annotation!r} of {name} is neither a NumPy type nor ao.In/Out/InOut")
-    return Parameter(name, dtype, None)
+    if dtype.hasobject or dtype.itemsize == 0:  # NumPy takes any class for the first, and str for the second
+        raise UsageError(f"annotation {annotation!r} of {name} is neither a NumPy type nor ao.In/Out/InOut of one")
+    return Parameter(name, dtype, access)
 
 
 class Launch(Protocol):

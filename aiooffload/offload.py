@@ -98,8 +98,8 @@ class Offload:
         self._launcher: Launcher | None = None
         self._state = "was not entered yet: use `async with`"
         self._loop: asyncio.AbstractEventLoop | None = None
-        if any(type(number) is not int for number in (lanes, max_pending, lane_depth)):
-            raise UsageError("lanes, max_pending and lane_depth are integers")
+        if any(type(number) is not int for number in (lanes, max_pending, lane_depth, calling_lanes)):
+            raise UsageError("lanes, max_pending, lane_depth and calling_lanes are integers")
         if not 1 <= lanes <= 256:
             raise UsageError(f"lanes is 1 to 256, not {lanes}")
         if not isinstance(device, str):
@@ -114,7 +114,7 @@ class Offload:
             raise UsageError(f"max_pending is at least 1, not {max_pending}")
         if not 1 <= calling_lanes <= 64:
             raise UsageError(f"calling_lanes is 1 to 64, not {calling_lanes}")
-        if not 0 < call_timeout_s <= 86_400:
+        if not (isinstance(call_timeout_s, int | float) and 0 < call_timeout_s <= 86_400):
             raise UsageError(f"call_timeout_s is above 0 and at most a day, not {call_timeout_s}")
         self._device = device
         self._options: Final[dict[str, Any]] = {

@@ -20,7 +20,8 @@ from aiooffload.rules.wire import Status
 from tests.kernels import Rig, rig
 
 OK, ERROR, CANCELLED, TIMEOUT = (int(status) for status in Status)
-CHUNK = 8192
+ALLOC, TO, FROM, TOFROM = range(4)
+CHUNK = 12_000
 SPIN_S = 8.0
 
 INCLUDE = "#include <aiooffload.cuh>\n"

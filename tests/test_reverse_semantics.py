@@ -20,12 +20,16 @@ from aiooffload.drivers.cuda.compiler import compile_source
 from aiooffload.errors import CompileError
 from tests.kernels import add, nothing, turns, until
 from tests.reverse_kernels import (
+    ALLOC,
     C_TYPES,
     CANCELLED,
+    FROM,
     KERNELS,
     MIXED,
     MIXED_C,
     OK,
+    TO,
+    TOFROM,
     CallingRig,
     ask,
     ask_and_poll,
@@ -63,7 +67,6 @@ from tests.reverse_kernels import (
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
 ALL_LANES = 0xFFFFFFFF
 SOME_LANES = 0b1010_0000_0000_0110_0000_0001_0001_0100
-ALLOC, TO, FROM, TOFROM = range(4)
 STRUCTS = (1, 3, 8, 9, 16, 17, 255, 256)
 
 word = contextvars.ContextVar("word", default="none")
@@ -579,26 +582,25 @@ async def test_divergent_lanes(r: CallingRig) -> None:
     assert counts == {"f": 16, "g": 16}
 
 
-async def test_divergent_lanes_that_wait_for_each_other(device_label: str) -> None:
-    """The call of one half of a warp may wait for one of the other half's: lanes go on by themselves."""
-    async with calling_rig(device_label) as r:
-        f_called, g_called = asyncio.Event(), asyncio.Event()
+async def test_divergent_lanes_that_wait_for_each_other(r: CallingRig) -> None:
+    """The calls of one half of a warp may wait for those of the other half: its lanes go on by themselves."""
+    f_called, g_called = asyncio.Event(), asyncio.Event()
 
-        @r.off.host_function
-        async def f(x: int) -> int:
-            f_called.set()
-            return x
+    @r.off.host_function
+    async def f(x: int) -> int:
+        f_called.set()
+        await g_called.wait()
+        return x
 
-        @r.off.host_function
-        async def g(x: int) -> int:
-            g_called.set()
-            return x
+    @r.off.host_function
+    async def g(x: int) -> int:
+        g_called.set()
+        await f_called.wait()
+        return x
 
-        values = r.array(32)
-        await r.launch(either, values, block=32)
-        assert await r.values(values) == list(range(32))
-        assert f_called.is_set()
-        assert g_called.is_set()
+    values = r.array(32)
+    await r.launch(either, values, block=32)
+    assert await r.values(values) == list(range(32))
 
 
 @pytest.mark.parametrize(("grid", "block", "n"), [(1, 1, 300), (4, 64, 12)])

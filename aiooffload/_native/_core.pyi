@@ -352,7 +352,7 @@ class ChannelOwner(Protocol):
     def begin(self, request: Request) -> None:
         """Start a request that is not plain."""
     def failed(self, request: Request, error: BaseException) -> None:
-        """Answer a request whose handler raised."""
+        """Answer a request whose handler raised; after a CancelledError it was answered CANCELLED."""
     def encode(self, request: Request, result: Any) -> bytes:
         """Return the reply for a result, rows one after the other; what it raises, the handler raised."""
     def idle(self, caller: Caller) -> None:

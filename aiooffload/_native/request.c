@@ -94,13 +94,8 @@ int ao_request_fail(AoRequest *self) {
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback) PyException_SetTraceback(error, traceback);
-    PyObject *ignored = NULL;
-    if (PyErr_GivenExceptionMatches(error, cancelled_error)) {
-        answer_all(self, AO_STATUS_CANCELLED, NULL, 0);
-        ignored = Py_NewRef(Py_None);
-    } else {
-        ignored = PyObject_CallMethodObjArgs(self->channel->owner, s_failed, (PyObject *)self, error, NULL);
-    }
+    if (PyErr_GivenExceptionMatches(error, cancelled_error)) answer_all(self, AO_STATUS_CANCELLED, NULL, 0);
+    PyObject *ignored = PyObject_CallMethodObjArgs(self->channel->owner, s_failed, (PyObject *)self, error, NULL);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);

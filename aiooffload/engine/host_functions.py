@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -163,18 +164,16 @@ class HostFunction(Handler):
             raise UsageError(f'on_error is "cancel" or "collect", not {on_error!r}')
         if limit is not None and (type(limit) is not int or limit < 1):
             raise UsageError(f"limit is an integer of at least 1, not {limit!r}")
-        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
             raise UsageError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
         parameters, result = _types(function, batch)
         row = _row([_MAPPED if p.access is not None else p.dtype for p in parameters])
         mapped = any(p.access is not None for p in parameters)
         if mapped and batch:
-            raise UsageError(f"{function.__qualname__}: a batch function takes scalars, not mapped arrays")
+            raise UsageError(f"{_called(function)}: a batch function takes scalars, not mapped arrays")
         for what, nbytes in (("arguments", row.itemsize), ("result", result.itemsize if result else 0)):
             if nbytes > PAYLOAD_NBYTES:
-                raise UsageError(
-                    f"{function.__qualname__}: its {what} has {nbytes} bytes, a call takes {PAYLOAD_NBYTES}"
-                )
+                raise UsageError(f"{_called(function)}: its {what} has {nbytes} bytes, a call takes {PAYLOAD_NBYTES}")
         letters = [
             _LETTERS.get(p.dtype.str[1:]) if p.access is None and p.dtype is not None else None for p in parameters
         ]
@@ -193,11 +192,13 @@ class HostFunction(Handler):
             plain,
             batch,
         )
-        self.name = function.__name__ if name is None else name
+        self.name = name if name is not None else getattr(function, "__name__", "")
         try:
             self.number = function_id(self.name)
         except (ValueError, AttributeError) as error:
             raise UsageError(f"a host function's name is text or a number below 2**24, not {name!r}") from error
+        if self.name == "":
+            raise UsageError(f"{function!r} has no name: give it one with name=")
         self.on_error = on_error
         self._parameters = parameters
         self._result = result
@@ -299,25 +300,29 @@ class HostFunction(Handler):
         return result
 
 
+def _called(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
 def _types(function: Callable[..., Any], batch: bool) -> tuple[list[Parameter], np.dtype[Any] | None]:
     """Return the parameters and the dtype of the result, None for none; raises UsageError."""
     try:
         signature = inspect.signature(function, eval_str=True)
     except NameError as error:
-        raise UsageError(f"an annotation of {function.__qualname__} cannot be resolved: {error}") from error
+        raise UsageError(f"an annotation of {_called(function)} cannot be resolved: {error}") from error
     parameters = []
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            raise UsageError(f"{function.__qualname__}: a host function has positional parameters only, not {p}")
+            raise UsageError(f"{_called(function)}: a host function has positional parameters only, not {p}")
         parameters.append(parameter_of(p.name, _element(p.annotation) if batch else p.annotation))
         if parameters[-1].dtype is None:
-            raise UsageError(f"{function.__qualname__}: parameter {p.name} needs a type: a kernel sends bytes")
+            raise UsageError(f"{_called(function)}: parameter {p.name} needs a type: a kernel sends bytes")
     returned = _element(signature.return_annotation) if batch else signature.return_annotation
     if returned in (None, type(None), signature.empty):
         return parameters, None
     result = parameter_of("return", returned)
     if result.access is not None or result.dtype is None:
-        raise UsageError(f"{function.__qualname__} returns a scalar; an array is a mapped argument")
+        raise UsageError(f"{_called(function)} returns a scalar; an array is a mapped argument")
     return parameters, result.dtype
 
 

@@ -59,7 +59,8 @@ class Arena:
             if getrefcount(block.array) == _NO_VIEWS:  # else a host function has kept its array
                 return free.pop(index)
         memory = await self._register(size)
-        return Block(memory.array[:size], memory.device_address)
+        # Of a memoryview: the base of any view is then this array, and not the one it is made from.
+        return Block(np.frombuffer(memoryview(memory.array), np.uint8, size), memory.device_address)
 
     def give_back(self, block: Block) -> None:
         """The call is over; views of the block may live on."""

@@ -281,17 +281,23 @@ class Reverse:
         """Answer a request whose handler raised, and let its launches know."""
         function = request.handler
         assert isinstance(function, HostFunction)
-        code: int = wire.Code.WRONG_REPLY if isinstance(error, ReplyError) else wire.Code.RAISED
-        if isinstance(error, HostFunctionError) and error.code > 0:
-            code = error.code
+        code: int = wire.Code.RAISED
         if isinstance(error, HandlerTimeout):
             code = wire.Code.NO_ANSWER
             request.end(wire.Status.TIMEOUT)
-        else:
+        elif not isinstance(error, asyncio.CancelledError):
+            if isinstance(error, ReplyError):
+                code = wire.Code.WRONG_REPLY
+            elif isinstance(error, HostFunctionError) and type(error.code) is int and 0 < error.code < 2**31:
+                code = error.code
             request.end(wire.Status.ERROR, code)
-        if not isinstance(error, Exception):
-            raise error
+        if not isinstance(error, Exception | asyncio.CancelledError):
+            if request.task is None:  # else its task has raised it through the loop already
+                raise error
+            return
         for caller in request.callers:
+            if isinstance(error, asyncio.CancelledError) and caller.stopped:
+                continue  # as it was asked to
             text = f"host function {function.name!r}, called by {_kernel(caller)}, failed: {error!r}"
             failure = HostFunctionError(text, code=code)
             failure.__cause__ = error
@@ -321,6 +327,8 @@ class Reverse:
         self._last_progress[operation] = self.progress(operation)
         del self.callers[operation]
         failure = self._outcome(caller)
+        # The context names the launch: without this only the garbage collector would part the two.
+        caller.context.run(calling.set, None)
         operation.finish(failure=failure)
         self._on_finished(operation)
 
@@ -404,7 +412,8 @@ class Reverse:
         self._ending.clear()
         self.resident = 0
         callers, self.callers = self.callers, {}
-        for operation in callers:
+        for operation, caller in callers.items():
+            caller.context.run(calling.set, None)
             operation.finish(failure=failure)
         if self._opening is not None:
             self._opening.cancel()

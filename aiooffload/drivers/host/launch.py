@@ -171,11 +171,15 @@ class PendingCall:
         return self._value(Kind(kind), data)
 
     def _value(self, kind: Kind, data: bytes) -> Any:
-        if kind is Kind.NONE:
+        if kind is Kind.NONE and self._dtype is None:
             return None
         if self._dtype is not None:
             dtype = np.dtype(self._dtype)
-            if dtype.itemsize * self._rows != len(data) or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind]):
+            if (
+                kind is Kind.NONE
+                or dtype.itemsize * self._rows != len(data)
+                or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind])
+            ):
                 self._port.report(function_id(self._function), Code.WRONG_REPLY)
                 raise _failure(self._function, Status.ERROR, struct.pack("<q", Code.WRONG_REPLY))
             values = np.frombuffer(data, dtype)

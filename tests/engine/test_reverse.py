@@ -1,0 +1,164 @@
+"""The channel of one engine: when it is made, which launches it knows, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import numpy as np
+import pytest
+
+import aiooffload as ao
+from aiooffload.engine.reverse import CallingLaunch, Reverse
+from aiooffload.rules import wire
+from tests.kernels import nothing, rig
+from tests.reverse_kernels import CallingRig, ask, calling_rig, end_of, in_steps, post_many
+
+
+def reverse_of(r: CallingRig) -> Reverse:
+    engine = r.off._engine
+    assert engine is not None
+    return engine.reverse
+
+
+async def test_nothing_is_made_before_it_is_needed(device_label: str) -> None:
+    """Without a kernel that calls there is no channel, no memory and no further lane."""
+    async with rig(device_label, load=False) as r:
+        await r.off.load(nothing)
+        engine = r.off._engine
+        assert engine is not None
+        assert engine.reverse.channel is None
+        assert len(engine.lanes.lanes) == len(r.off.lanes)
+        assert r.off.stats()["calls"] == {"served": 0, "dropped": 0, "resident": 0, "open": 0}
+
+
+async def test_channel_is_made_once(device_label: str) -> None:
+    """Kernels that are loaded at the same time share one channel, and lanes that are not among the program's."""
+    async with calling_rig(device_label, calling_lanes=3) as r:
+        await asyncio.gather(r.off.load(ask), r.off.load(in_steps), r.off.load(post_many))
+        engine = r.off._engine
+        assert engine is not None
+        assert len(engine.lanes.lanes) == len(r.off.lanes) + 3 + 2
+        assert engine.board.channel is engine.reverse.channel
+
+
+async def test_cancelled_load_leaves_the_channel_to_others(device_label: str) -> None:
+    """Who stops waiting for a load stops nobody else's."""
+    async with calling_rig(device_label) as r:
+        first = asyncio.create_task(r.off.load(ask))
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await r.off.load(ask)
+        assert reverse_of(r).channel is not None
+
+
+async def test_more_launches_than_indices(device_label: str) -> None:
+    """Indices of launches are used again; none is lost, whatever the launches ended with."""
+    async with calling_rig(device_label) as r:
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            if x % 3 == 0:
+                raise KeyError(x)
+            return x
+
+        await r.off.load(ask)
+        value, report = r.array(1), r.array(2, np.int32)
+        for x in range(wire.LAUNCHES + 10):
+            failure = await end_of(r.launch(ask, x, value, report))
+            assert (failure is None) == (x % 3 != 0)
+        reverse = reverse_of(r)
+        assert sorted(reverse._free) == list(range(wire.LAUNCHES))
+        assert reverse.callers == {}
+        assert r.off.stats()["calls"]["served"] == wire.LAUNCHES + 10
+
+
+async def test_progress_after_the_end(device_label: str) -> None:
+    """What a launch said last is known after it is done, and of one that said nothing nothing is."""
+    async with calling_rig(device_label) as r:
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            return x
+
+        await r.off.load(in_steps, ask)
+        op = r.launch(in_steps, 4)
+        await end_of(op)
+        assert [pair async for pair in op.progress()][-1:] == [(4, 4)]
+        quiet = r.launch(ask, 1, r.array(1), r.array(2, np.int32))
+        await quiet
+        assert [pair async for pair in quiet.progress()] == []
+
+
+async def test_words_of_a_launch_start_anew(device_label: str) -> None:
+    """A launch that gets a block that was used before does not see what was there."""
+    async with calling_rig(device_label) as r:
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            return x
+
+        await r.off.load(ask)
+        reverse = reverse_of(r)
+        assert reverse._opened is not None
+        index = reverse._free[0]
+        at = wire.launch_offset(index)
+        reverse._opened.shared.array[at : at + wire.LAUNCH_END] = 0xFF
+        value = r.array(1)
+        await r.launch(ask, 6, value, r.array(2, np.int32))
+        assert await r.values(value) == [6]
+
+
+@pytest.mark.allows_blocking("waits for the threads of a device that was given up")
+async def test_message_of_a_kernel_that_gave_up_is_the_loss() -> None:
+    """A message in the abort record loses the device at the next look, with its code and text, and names the kernel."""
+    async with calling_rig("host") as r:
+        asked = asyncio.Event()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            asked.set()
+            await asyncio.get_running_loop().create_future()
+            return x
+
+        await r.off.load(ask)
+        op = r.launch(ask, 1, r.array(1), r.array(2, np.int32))
+        await asked.wait()
+        reverse = reverse_of(r)
+        assert reverse._opened is not None
+        (caller,) = reverse.callers.values()
+        assert isinstance(caller, CallingLaunch)
+        record = struct.pack("<Qqq", caller.index + 1, 42, 9) + b"gave up!?"
+        reverse._opened.shared.array[wire.ABORT_OFFSET : wire.ABORT_OFFSET + len(record)] = np.frombuffer(
+            record, np.uint8
+        )
+        failure = await end_of(op)
+        assert isinstance(failure, ao.DeviceLostError)
+        assert "ask" in str(failure)
+        assert "code 42: gave up!?" in str(failure)
+        with pytest.raises(ao.DeviceLostError):
+            r.launch(nothing)
+        engine = r.off._engine
+        assert engine is not None
+        engine.device.close()  # a lost device's is left alone, but this one is well
+
+
+async def test_registering() -> None:
+    """A name or number is given once; the same function may have several names."""
+    async with calling_rig("host") as r:
+
+        async def f(x: int) -> int:
+            return x
+
+        r.host_function(f)
+        r.host_function(f, name="other")
+        r.host_function(f, name=5)
+        for name in ("f", "other", 5):
+            with pytest.raises(ao.UsageError, match="already"):
+                r.host_function(f, name=name)
+        number = wire.function_id("f")
+        reverse_of(r).functions[wire.function_id("g")] = reverse_of(r).functions[number]
+        with pytest.raises(ao.UsageError, match="same id"):
+            r.host_function(f, name="g")
