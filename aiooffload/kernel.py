@@ -194,7 +194,10 @@ class Launch(Protocol):
         """Call a host function without waiting; see :meth:`call`."""
 
     def call_each(self, function: str | int, *columns: Any) -> Any:
-        """Call it once per row of ``columns`` (arrays of up to 32 elements) in one request; an array of results."""
+        """Call it once per row of ``columns`` (arrays of up to 32 elements) in one request; an array of results.
+
+        All succeed or all fail. The results have up to 256 bytes together.
+        """
 
     def post(self, function: str | int, *arguments: object) -> None:
         """Tell a host function something, without a reply."""

@@ -382,7 +382,7 @@ def post_and_hold(launch: Any, gate: np.uint64) -> None:
     + """extern "C" __global__ void in_steps(ao::Launch launch, int n) {
         for (int i = 1; i <= n; ++i) {
             launch.progress(i, n);
-            launch.call(ao::fn("f"), ao::None(), (long long)i);
+            if (launch.call(ao::fn("f"), ao::None(), (long long)i) != ao::Status::OK) break;
         }
     }""",
     calls=True,

@@ -398,6 +398,46 @@ async def test_code_that_does_not_fit(r: CallingRig, code: Any) -> None:
     failed(failure, Code.RAISED)
 
 
+@pytest.mark.all_loops
+@pytest.mark.parametrize("suspends", [False, True])
+async def test_one_row_that_raises(r: CallingRig, suspends: bool) -> None:
+    """If the function raises for one lane of warp_call_each, all get ERROR; the code and the cause are its own."""
+
+    @r.off.host_function
+    async def f(lane: np.int32, half: np.float32) -> int:
+        if suspends:
+            await asyncio.sleep(0)
+        if lane == 5:
+            raise ao.HostFunctionError("not the fifth", code=17)
+        return lane
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    op = r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32)
+    cause = failed(await end_of(op), 17, "not the fifth")
+    assert isinstance(cause, ao.HostFunctionError)
+    assert await r.values(statuses) == [ERROR] * 32
+
+
+@pytest.mark.all_loops
+async def test_rows_of_which_several_raise(r: CallingRig) -> None:
+    """If the function raises for several lanes of one request, the cause has them all."""
+
+    @r.off.host_function
+    async def f(lane: np.int32, half: np.float32) -> int:
+        await asyncio.sleep(0)
+        if lane % 10 == 0:
+            raise Boom(lane)
+        return lane
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    op = r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32)
+    cause = failed(await end_of(op), Code.RAISED)
+    assert isinstance(cause, ExceptionGroup)
+    assert sorted(error.args[0] for error in cause.exceptions) == [0, 10, 20, 30]
+    assert all(isinstance(error, Boom) for error in cause.exceptions)
+    assert await r.values(statuses) == [ERROR] * 32
+
+
 async def test_function_that_raises_cancelled_error(r: CallingRig) -> None:
     """A function that is cancelled by somebody else ends its kernel's wait with CANCELLED; the launch says so."""
 
@@ -805,6 +845,25 @@ async def test_limit(r: CallingRig, limit: int) -> None:
     assert await r.values(values) == list(range(n))
     assert most == limit
     assert sorted(order) == list(range(n))
+
+
+async def test_limit_of_rows(r: CallingRig) -> None:
+    """The limit holds also for the calls of a warp that come as one request."""
+    running = most = 0
+
+    @r.off.host_function(limit=2)
+    async def f(lane: np.int32, half: np.float32) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await turns(3)
+        running -= 1
+        return lane
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    await r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32)
+    assert await r.values(values) == list(range(32))
+    assert most == 2
 
 
 async def test_cancelled_while_the_limit_holds_it(r: CallingRig) -> None:

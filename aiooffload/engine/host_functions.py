@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 
 import numpy as np
@@ -248,38 +247,31 @@ class HostFunction(Handler):
     def begin(self, request: Request, mapping: Mapping) -> None:
         """Start what serves ``request``."""
         if self.batch:
-            work = partial(self._batch, request)
+            request.start(self._call(self._columns(request)))
         elif self._mapped:
-            work = partial(self._map, request, mapping)
+            request.start(self._map(request, mapping))
         else:
-            work = partial(self._each, request)
-        bounded = self._limit is not None or self._timeout_s is not None
-        request.start(self._bounded(work) if bounded else work())
+            request.start(self._each(request))
 
-    async def _bounded(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Run ``work`` within the function's limits."""
+    async def _call(self, arguments: Sequence[Any]) -> Any:
+        """Run the function once, within its limits."""
+        if self._limit is None and self._timeout_s is None:
+            return await self.callable(*arguments)
         async with self._limit or nullcontext():
-            if self._timeout_s is None:
-                return await work()
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
-                    return await work()
+                    return await self.callable(*arguments)
             except TimeoutError as error:
                 if deadline.expired():
                     raise HandlerTimeout(f"host function {self.name} took over {self._timeout_s} s") from error
                 raise
 
-    async def _batch(self, request: Request) -> Any:
-        return await self.callable(*self._columns(request))
-
     async def _each(self, request: Request) -> Any:
         """Serve one row, or several that came as one request: all succeed or all fail."""
         rows = list(self._rows(request))
         if len(rows) == 1:
-            return await self.callable(*rows[0])
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.callable(*row)) for row in rows]
-        results = [task.result() for task in tasks]
+            return await self._call(rows[0])
+        results = await _all_of([asyncio.ensure_future(self._call(row)) for row in rows])
         if self._result is not None:
             return results
         return next((result for result in results if result is not None), None)
@@ -293,11 +285,27 @@ class HostFunction(Handler):
         try:
             for i, array in zip(places, fetched.views, strict=True):
                 row[i] = _as_elements(array, self._parameters[i], self.name)
-            result = await self.callable(*row)
+            result = await self._call(row)
             await mapping.copy_back(fetched)
         finally:
             mapping.release(fetched)
         return result
+
+
+async def _all_of(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+    """Return the results of all; the first failure stops the others, and several are raised as a group."""
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+    if len(failures) > 1:
+        raise BaseExceptionGroup("several rows failed", failures)
+    if failures:
+        raise failures[0]
+    return [task.result() for task in tasks]  # raises CancelledError if one was cancelled
 
 
 def _called(function: Callable[..., Any]) -> str:

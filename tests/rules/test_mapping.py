@@ -56,7 +56,7 @@ def test_a_part_shares_the_memory_of_the_whole() -> None:
 
 @given(arguments)
 def test_layout_is_sound(mapped: list[tuple[int, int, MapKind]]) -> None:
-    """All lie within the block; what is not the same device memory shares no host memory, unless one holds the other."""
+    """All lie within the block; only what is the same device memory, or lies within it, shares host memory."""
     layout = place(mapped)
     spans = list(zip(mapped, layout.offsets, strict=True))
     for (address, nbytes, _), offset in spans:
