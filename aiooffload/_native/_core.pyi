@@ -382,6 +382,9 @@ class Channel:
     served_ns: int
     """When something was last read, on the clock of now_ns."""
     @property
+    def gap_ns(self) -> int:
+        """How long the last silence between two reads was; bursts and seconds do not count."""
+    @property
     def suspended(self) -> int:
         """How many handlers, ever, were not done with their first step."""
     unsettled: int

@@ -96,7 +96,8 @@ typedef struct AoChannel {
     uint64_t dropped;         /* descriptors that made no sense */
     unsigned last_id;         /* the function looked up last, */
     AoHandler *last;            /* strong, or NULL: handlers are never taken back */
-    int64_t served_ns;        /* when something was last read */
+    int64_t served_ns;        /* when something was last read, */
+    int64_t gap_ns;           /* and how long before that there was silence, the last time that says something */
     int unsettled;            /* launches that have ended with something unread; the owner's, for who looks */
     Py_ssize_t together;      /* requests that the last drain found, if it filled a batch */
     uint64_t suspended;       /* handlers, ever, that were not done with their first step */

@@ -13,6 +13,8 @@
 #define CLOCK_EVERY 16      /* requests between two looks at the clock */
 #define GATHER_NS 1500      /* how long a batch waits for requests that came together with these the last time */
 #define PUBLISH_EVERY 512   /* posts read between two stores of the tail */
+#define BURST_NS 200000
+#define LONG_NS 100000000
 #define MOST_ROWS 65536     /* rows in one batch */
 
 #define BITS(word, shift, count) ((word) >> (shift) & ((1ull << (count)) - 1))
@@ -142,6 +144,13 @@ static void publish(AoChannel *self) {
     ao_host_notify();
 }
 
+/* A burst is not a silence, and one of seconds says nothing about the next. */
+static void note_served(AoChannel *self) {
+    int64_t now = ao_now_ns(), gap = now - self->served_ns;
+    if (gap > BURST_NS && gap < LONG_NS) self->gap_ns = gap;
+    self->served_ns = now;
+}
+
 /* Whether the next request is published. A batch waits a moment for those of the last one that are not
  * there yet: warps that were answered together ask again together. */
 static int next_request(const AoChannel *self, Py_ssize_t count, int batching, Descriptor *d) {
@@ -171,7 +180,7 @@ static Py_ssize_t drain(AoChannel *self, int64_t until, PyObject *collected) {
         if (status < 0) return -1;
         if (count % CLOCK_EVERY == 0 && ao_now_ns() >= until) break;
     }
-    if (count) self->served_ns = ao_now_ns();
+    if (count) note_served(self);
     self->together = PyList_GET_SIZE(collected) ? count : 0;
     return count;
 }
@@ -304,6 +313,7 @@ static PyMemberDef channel_members[] = {
     {"posts", T_ULONGLONG, offsetof(AoChannel, posts), READONLY, NULL},
     {"dropped", T_ULONGLONG, offsetof(AoChannel, dropped), READONLY, NULL},
     {"served_ns", T_LONGLONG, offsetof(AoChannel, served_ns), 0, NULL},
+    {"gap_ns", T_LONGLONG, offsetof(AoChannel, gap_ns), READONLY, NULL},
     {"suspended", T_ULONGLONG, offsetof(AoChannel, suspended), READONLY, NULL},
     {"unsettled", T_INT, offsetof(AoChannel, unsettled), 0, NULL},
     {"busy", T_BOOL, offsetof(AoChannel, busy), READONLY, NULL},

@@ -122,6 +122,10 @@ class Calls(Protocol):
     def called_ns(self) -> int | None:
         """When a request was last read; None while no kernel that calls is on the device."""
 
+    @property
+    def gap_ns(self) -> int:
+        """How long the last silence between two requests was, 0 if nothing is known."""
+
 
 class Completion:
     """The way back of one engine.
@@ -180,8 +184,8 @@ class Completion:
         self.armed = False
         self._disarmed: asyncio.Future[None] | None = None
         self._slept_ns = 0
-        # How many more naps may follow without a decision of the policy's.
-        self._naps = 0
+        # Whether the timer ends a nap: then a glance is enough.
+        self._napping = False
         self._timer_ns = 0
         self._suspended = 0
         self._closed = False
@@ -259,20 +263,20 @@ class Completion:
     def _decide(self) -> None:
         """Nothing has arrived: how to find the next completion."""
         board = self._board
-        self._naps = 0
+        self._napping = False
         if board.in_flight:
             self._on_flight()
-        called_ns = None
+        called_ns, gap_ns = None, 0
         if self.calls is not None:
             self.calls.look()
-            called_ns = self.calls.called_ns
+            called_ns, gap_ns = self.calls.called_ns, self.calls.gap_ns
         now, due_ns = now_ns(), board.due_ns()
-        decision = self.policy.decide(now, board.in_flight, board.progress_ns, due_ns, called_ns)
+        decision = self.policy.decide(now, board.in_flight, board.progress_ns, due_ns, called_ns, gap_ns)
         if decision.wake is Wake.LOOK:
             self.notice()
         elif decision.wake is Wake.NAP:
             self._set_timer(decision.timer_ns)
-            self._naps = self.policy.recent_ns // self.policy.nap_ns
+            self._napping = True
         elif decision.wake is Wake.SLEEP:
             if decision.monitor and not self.armed and self._arm():
                 self.notice()
@@ -335,7 +339,7 @@ class Completion:
 
     def _on_timer(self) -> None:
         self.wakes["timer"] += 1
-        if self._naps and self._nap_on():
+        if self._napping and self._nap_on():
             return
         self._set_timer(0)
         if self._slept_ns > _COLD_NS and self.policy.spins:
@@ -344,15 +348,20 @@ class Completion:
 
     def _nap_on(self) -> bool:
         """Glance, and nap again if nothing is there. All else that a turn does would cost what the nap saves."""
-        self._naps -= 1
-        if not self._naps or self._board.watched or self._closed or self.marks is not None:
-            self._naps = 0
+        self._napping = False
+        if self._board.watched or self._closed or self.marks is not None or self.calls is None:
             return False
         if self._poll():
-            self._naps = 0
             self._on_progress()
             return False
-        self._timer.set_at(now_ns() + self.policy.nap_ns)
+        called_ns, now = self.calls.called_ns, now_ns()
+        if called_ns is None or self._board.due_ns():
+            return False
+        nap_ns = self.policy.nap(now - max(called_ns, self._board.progress_ns), self.calls.gap_ns)
+        if not nap_ns:
+            return False
+        self._timer.set_at(now + nap_ns)
+        self._napping = True
         return True
 
     def _rehearse(self) -> None:

@@ -247,6 +247,11 @@ class Reverse:
             return None
         return self.channel.served_ns
 
+    @property
+    def gap_ns(self) -> int:
+        """How long the last silence between two requests was."""
+        return self.channel.gap_ns if self.channel is not None else 0
+
     def settle(self) -> None:
         """End those launches of which everything was read."""
         assert self.channel is not None

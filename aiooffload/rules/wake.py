@@ -5,9 +5,10 @@ know the time. So the hybrid policy looks while something is expected to arrive,
 timer until shortly before the next completion is due, and keeps the monitor (a wait on the
 device that ends in an interrupt) as the catch-all that costs nothing.
 
-A kernel that calls host functions cannot be predicted. For a while after a call the next one is
-looked for; then naps of 50 us keep the CPU awake, since a core that slept for milliseconds takes
-200 us to answer an interrupt; after 2 ms without a call there is only the monitor.
+When a kernel calls a host function next is not known. For a while after a call the next one is looked
+for; then come naps, which keep the CPU awake, since a core that slept for milliseconds takes 200 us
+to answer an interrupt. They get longer with the silence, from 50 us to 250 us, and end when it is half as
+long again as the last one was, or after 1.5 ms; then there is only the monitor.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _LONG_NS: Final = 2_000_000
 _LONG_SHARE: Final = 32
 _MARGIN_MAX_NS: Final = 400_000
 _WORTH_NS: Final = 30_000
+_NAP_SHARE: Final = 20
+_NAP_MIN_NS: Final = 50_000
+_NAP_MAX_NS: Final = 250_000
+_NAPS_END_NS: Final = 20_000_000
 
 
 class Wake(enum.Enum):
@@ -40,7 +45,7 @@ class Wake(enum.Enum):
     SLEEP = "sleep"
     """Sleep until the timer of the decision, or the monitor if it asks for one."""
     NAP = "nap"
-    """Nap until the timer of the decision, glance, and nap again, as long as only calls are expected."""
+    """Nap until the timer of the decision and glance, again and again as :meth:`WakePolicy.nap` says."""
 
 
 class Decision(NamedTuple):
@@ -79,17 +84,27 @@ class WakePolicy:
     """How long hybrid looks after the last progress when nothing is known of the duration."""
     timer_ns: int = 1_000_000
     """How often a timer looks where there is no monitor."""
-    recent_ns: int = 2_000_000
-    """How long after the last call of a running kernel short naps keep the CPU awake for the next one."""
-    nap_ns: int = 50_000
-    """How long each of them is."""
+    recent_ns: int = 1_500_000
+    """How long naps go on after a call of a running kernel, at least."""
     # The due time that `decide` saw last, and how long before it looking starts; it goes on for as
     # long after it.
     _due_ns: int = 0
     _margin_ns: int = 0
 
+    def nap(self, silent_ns: int, gap_ns: int) -> int:
+        """Return how long to nap after ``silent_ns`` without a call, 0 for no nap; ``gap_ns``: the last silence."""
+        if silent_ns >= max(self.recent_ns, min(gap_ns + gap_ns // 2, _NAPS_END_NS)):
+            return 0
+        return min(max(silent_ns // _NAP_SHARE, _NAP_MIN_NS), _NAP_MAX_NS)
+
     def decide(
-        self, now_ns: int, in_flight: int, progress_ns: int, due_ns: int, called_ns: int | None = None
+        self,
+        now_ns: int,
+        in_flight: int,
+        progress_ns: int,
+        due_ns: int,
+        called_ns: int | None = None,
+        gap_ns: int = 0,
     ) -> Decision:
         """Decide how to find the next completion, or the next request of a running kernel.
 
@@ -105,35 +120,43 @@ class WakePolicy:
             When the next completion is expected, 0 if nothing is known.
         called_ns
             When a running kernel last called; None if no kernel that calls is on the device.
+        gap_ns
+            How long the last silence between two calls was, 0 if nothing is known.
         """
         if in_flight == 0:
             return _IDLE
         if self.mode == "poll":
             return _LOOK
         if self.mode == "hybrid" and self.spins:
-            if called_ns is not None:
-                silent_ns = now_ns - max(called_ns, progress_ns)
-                if silent_ns < self.spin_ns:
-                    return _LOOK
-                if silent_ns < self.recent_ns:
-                    return Decision(Wake.NAP, now_ns + self.nap_ns)
-            elif due_ns == 0:
-                if now_ns - progress_ns < self.spin_ns:
-                    return _LOOK
-            else:
-                if due_ns != self._due_ns:
-                    self._due_ns, self._margin_ns = due_ns, margin_ns(due_ns - now_ns)
-                # One sleep for each due time: dozing off again shortly before it would let the CPU
-                # cool down once more.
-                wake_ns = due_ns - self._margin_ns
-                if wake_ns - now_ns > _WORTH_NS:
-                    return self._sleep(now_ns, wake_ns)
-                if now_ns - due_ns < max(self.spin_ns, self._margin_ns):
-                    return _LOOK
+            decision = self._predict(now_ns, progress_ns, due_ns, called_ns, gap_ns)
+            if decision is not None:
+                return decision
         return _MONITOR if self.monitor else Decision(Wake.SLEEP, now_ns + self.timer_ns)
 
-    def _sleep(self, now_ns: int, until_ns: int) -> Decision:
-        if until_ns - now_ns <= BOUNDED_NS:
+    def _predict(
+        self, now_ns: int, progress_ns: int, due_ns: int, called_ns: int | None, gap_ns: int
+    ) -> Decision | None:
+        """Decide where something is expected; None where nothing is."""
+        silent_ns = now_ns - (progress_ns if called_ns is None else max(called_ns, progress_ns))
+        if silent_ns < self.spin_ns and (called_ns is not None or due_ns == 0):
+            return _LOOK
+        nap_ns = 0 if called_ns is None else self.nap(silent_ns, gap_ns)
+        if due_ns:
+            if due_ns != self._due_ns:
+                self._due_ns, self._margin_ns = due_ns, margin_ns(due_ns - now_ns)
+            # One sleep for each due time: dozing off again shortly before it would let the CPU
+            # cool down once more.
+            wake_ns = due_ns - self._margin_ns
+            if wake_ns - now_ns > _WORTH_NS:
+                if nap_ns:
+                    return Decision(Wake.NAP, min(now_ns + nap_ns, wake_ns))
+                return self._sleep(now_ns, wake_ns, called_ns is not None)
+            if now_ns - due_ns < max(self.spin_ns, self._margin_ns):
+                return _LOOK
+        return Decision(Wake.NAP, now_ns + nap_ns) if nap_ns else None
+
+    def _sleep(self, now_ns: int, until_ns: int, may_call: bool) -> Decision:
+        if until_ns - now_ns <= BOUNDED_NS and not may_call:
             return Decision(Wake.SLEEP, until_ns)
         if self.monitor:
             return Decision(Wake.SLEEP, until_ns, True)

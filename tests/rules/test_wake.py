@@ -140,3 +140,59 @@ def test_losing_the_monitor_is_seen_at_once(monitor: bool) -> None:
     assert policy.decide(5, 1, 0, 0) == Decision(Wake.SLEEP, 0, True)
     policy.monitor = monitor
     assert policy.decide(5, 1, 0, 0).timer_ns == (0 if monitor else 5 + policy.timer_ns)
+
+
+# Kernels that call
+
+
+@given(now=NOW, since_call=st.integers(0, 10**9), since_progress=st.integers(0, 10**9), gap=st.integers(0, 10**9))
+def test_a_call_is_looked_for_then_napped_for_then_left_to_the_monitor(
+    now: int, since_call: int, since_progress: int, gap: int
+) -> None:
+    """After a call: looks, then naps that get longer up to 250 us, then the monitor, in this order."""
+    policy = hybrid()
+    called, progress = max(0, now - since_call), max(0, now - since_progress)
+    silent = now - max(called, progress)
+    decision = policy.decide(now, 1, progress, 0, called, gap)
+    limit = max(policy.recent_ns, min(gap * 3 // 2, 20_000_000))
+    if silent < policy.spin_ns:
+        assert decision == Decision(Wake.LOOK)
+    elif silent < limit:
+        assert decision.wake is Wake.NAP
+        assert 50_000 <= decision.timer_ns - now <= 250_000
+        assert decision.timer_ns - now == 50_000 or decision.timer_ns - now <= silent // 20
+    else:
+        assert decision == Decision(Wake.SLEEP, 0, True)
+
+
+@given(silent=st.integers(0, 10**8), gap=st.integers(0, 10**9))
+def test_naps_are_few(silent: int, gap: int) -> None:
+    """A silence of any length costs fewer than 200 naps, however long the last one was."""
+    policy, count = hybrid(), 0
+    while nap := policy.nap(silent, gap):
+        silent += nap
+        count += 1
+    assert count < 200
+
+
+@given(now=NOW, lead=st.integers(60_000, 10**8), since_call=st.integers(50_000, 10**9), monitor=st.booleans())
+def test_a_kernel_that_may_call_is_never_slept_through(now: int, lead: int, since_call: int, monitor: bool) -> None:
+    """Towards the due time of something else it naps, or sleeps with the monitor armed, and never past that time."""
+    policy = WakePolicy("hybrid", spins=True, monitor=monitor)
+    called = max(0, now - since_call)
+    decision = policy.decide(now, 2, called, now + lead, called)
+    if decision.wake is Wake.SLEEP:
+        assert decision.monitor is monitor
+        assert monitor or decision.timer_ns - now <= policy.timer_ns
+    elif decision.wake is Wake.NAP:
+        assert now < decision.timer_ns <= min(now + 250_000, now + lead)
+    else:
+        assert lead <= 500_000 or now - called < policy.spin_ns
+
+
+@given(now=NOW, since=st.integers(0, 10**9), called=st.integers(0, 10**9))
+def test_calls_change_nothing_where_it_may_not_spin(now: int, since: int, called: int) -> None:
+    """A driver that must not spin, and the mode that never does, have the monitor alone."""
+    for mode, spins in (("interrupt", True), ("hybrid", False)):
+        policy = WakePolicy(mode, spins=spins, monitor=True)  # type: ignore[arg-type]
+        assert policy.decide(now, 1, max(0, now - since), 0, max(0, now - called)) == Decision(Wake.SLEEP, 0, True)
