@@ -49,9 +49,19 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--slow", action="store_true", help="also run the slow part")
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto", help="tests of one device only")
     parser.add_argument("--require-gpu", action="store_true", help="a GPU test that is skipped fails")
+    parser.add_argument(
+        "--workers", type=int, help="processes that run tests (default: one per CPU, at most 4; one where there is a GPU)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures; - for standard output")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, installing nothing")
     return parser.parse_known_args()
+
+
+def default_workers() -> int:
+    """Return how many processes may run tests at a time: those that need a GPU share it with nobody."""
+    if Path("/dev/nvidiactl").exists() or not importlib.util.find_spec("xdist"):
+        return 1
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 def main() -> int:
@@ -65,6 +75,9 @@ def main() -> int:
     sys.path[0] = str(ROOT)
     marks = {"host": ["-m", "not gpu"], "cuda": ["-m", "gpu"], "auto": []}[options.device]
     flags = [flag for flag, given in [("--slow", options.slow), ("--require-gpu", options.require_gpu)] if given]
+    workers = options.workers or default_workers()
+    if workers > 1:
+        flags += ["-n", str(workers)]
     stdout = os.dup(1)
     if file == "-":
         os.dup2(2, 1)  # nothing but the figures goes to standard output
