@@ -24,7 +24,11 @@ setup(
         Extension(
             "aiooffload._native._core",
             sources=[f"aiooffload/_native/{name}.c" for name in SOURCES],
-            depends=["aiooffload/_native/native.h", "aiooffload/_native/calls.h", "aiooffload/device/aiooffload_wire.h"],
+            depends=[
+                "aiooffload/_native/native.h",
+                "aiooffload/_native/calls.h",
+                "aiooffload/device/aiooffload_wire.h",
+            ],
             extra_compile_args=["-O2", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror=implicit", "-pthread"],
             libraries=["dl", "pthread"],
         )

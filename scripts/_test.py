@@ -50,7 +50,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto", help="tests of one device only")
     parser.add_argument("--require-gpu", action="store_true", help="a GPU test that is skipped fails")
     parser.add_argument(
-        "--workers", type=int, help="processes that run tests (default: one per CPU, at most 4; one where there is a GPU)"
+        "--workers", type=int, help="processes that run tests (default: one per CPU, at most 4; with a GPU one)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures; - for standard output")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, installing nothing")

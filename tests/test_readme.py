@@ -130,7 +130,13 @@ def test_options_in_the_text_exist() -> None:
     """Every option that the text names on its own is one of some script's."""
     helps = "".join(
         help_of(*command)
-        for command in (("scripts/demo",), ("scripts/test",), ("scripts/check",), ("scripts/bench", "completion"), ("scripts/bench", "reverse"))
+        for command in (
+            ("scripts/demo",),
+            ("scripts/test",),
+            ("scripts/check",),
+            ("scripts/bench", "completion"),
+            ("scripts/bench", "reverse"),
+        )
     )
     options = {word for span in code_spans() if span.startswith("--") for word in span.split() if word[0] == "-"}
     assert {"--help", "--json"} <= options

@@ -1162,24 +1162,24 @@ async def test_nothing_leaks_when_closed_while_calls_are_pending(how: str) -> No
         assert sorted(cancelled) == list(range(20))
 
 
-async def test_aclose_waits_for_handlers(device_label: str) -> None:
-    """aclose() waits for the handlers of what was launched, posts included."""
-    ended, called, let_go = [], asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize("how", ["drain", "aclose"])
+async def test_end_waits_for_handlers(device_label: str, how: str) -> None:
+    """drain() and aclose() wait for the handlers of what was launched, also where the kernel is over."""
+    ended, let_go = [], asyncio.Event()
     async with calling_rig(device_label) as r:
 
         @r.off.host_function
         async def f(x: int) -> None:
-            called.set()
             await let_go.wait()
             ended.append(x)
 
         r.launch(post_many, 3, r.array(1, np.int32))
-        await called.wait()
-        closing = asyncio.create_task(r.off.aclose())
+        await until(lambda: r.off.stats()["calls"]["open"] == 3 and not r.off.stats()["calls"]["resident"])
+        end = asyncio.create_task(r.off.drain() if how == "drain" else r.off.aclose())
         await turns()
-        assert not closing.done()
+        assert not end.done()
         let_go.set()
-        await closing
+        await end
         assert sorted(ended) == [0, 1, 2]
 
 

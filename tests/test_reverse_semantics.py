@@ -1075,6 +1075,29 @@ async def test_launch_that_completes_all_the_same(r: CallingRig) -> None:
     assert await r.values(x) == [3]
 
 
+async def test_cancelled_when_only_handlers_are_left(r: CallingRig) -> None:
+    """A launch whose kernel is over can be cancelled while handlers of its posts run: they are cut short."""
+    cancelled = []
+    started = 0
+
+    @r.off.host_function
+    async def f(x: int) -> None:
+        nonlocal started
+        started += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(x)
+            raise
+
+    op = r.launch(post_many, 3, r.array(1, np.int32))
+    await until(lambda: started == 3 and not r.off.stats()["calls"]["resident"])
+    assert op.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await op
+    assert sorted(cancelled) == [0, 1, 2]
+
+
 async def test_cancelled_while_it_waits_on_the_host(device_label: str) -> None:
     """A launch that waits for a calling lane is cancelled at once, and never calls."""
     async with calling_rig(device_label, calling_lanes=1) as r:
@@ -1271,11 +1294,13 @@ async def test_what_would_wait_for_the_launch(device_label: str, what: str) -> N
     async with calling_rig(device_label) as r:
         await r.off.load(nothing, ask, silent)
         refused: list[str] = []
+        submitted: list[ao.Operation[Any]] = []
         report = r.array(2, np.int32)
 
         async def try_it() -> None:
             try:
                 done = FORBIDDEN[what](r, report)
+                submitted.extend([done] if isinstance(done, ao.Operation) else [])
                 async with asyncio.timeout(2):
                     await done
             except ao.UsageError as error:
@@ -1291,8 +1316,33 @@ async def test_what_would_wait_for_the_launch(device_label: str, what: str) -> N
         await r.launch(ask, 6, value, report)
         assert len(refused) == 2
         assert all("host function" in text for text in refused)
+        assert submitted == []  # refused, not taken to fail later
         assert await r.values(value) == [6]
         assert await r.values(report) == [OK, 0]
+
+
+async def test_what_would_wait_for_an_outer_launch(r: CallingRig) -> None:
+    """In the handler of a nested launch this goes for the outer launch, too, which waits for all of it."""
+    await r.off.load(ask, nothing)
+    refused: list[str] = []
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        if x:
+            await r.launch(ask, 0, r.array(1), r.array(2, np.int32))
+            return x
+        for use in (lambda: r.off.get(report), lambda: r.launch(nothing, after=[op])):
+            try:
+                use()
+            except ao.UsageError as error:
+                refused.append(str(error))
+        return x
+
+    value, report = r.array(1), r.array(2, np.int32)
+    op = r.launch(ask, 6, value, report)
+    await op
+    assert len(refused) == 2
+    assert await r.values(value) == [6]
 
 
 async def test_what_waits_for_something_behind_the_launch(r: CallingRig) -> None:

@@ -216,7 +216,7 @@ class CudaEvent:
     def close(self) -> None: ...
 
 class CudaStream:
-    def __init__(self, handle: int) -> None: ...
+    def __init__(self, handle: int, context: int) -> None: ...
     @property
     def handle(self) -> int: ...
     def bind_marks(self, slot: Word, bell: Word) -> None: ...
@@ -381,9 +381,8 @@ class Channel:
         """Descriptors that made no sense."""
     served_ns: int
     """When something was last read, on the clock of now_ns."""
-    @property
-    def gap_ns(self) -> int:
-        """How long the last silence between two reads was; bursts and seconds do not count."""
+    gap_ns: int
+    """How long the last silence between two reads was; bursts and seconds do not count."""
     @property
     def suspended(self) -> int:
         """How many handlers, ever, were not done with their first step."""

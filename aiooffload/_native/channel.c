@@ -313,7 +313,7 @@ static PyMemberDef channel_members[] = {
     {"posts", T_ULONGLONG, offsetof(AoChannel, posts), READONLY, NULL},
     {"dropped", T_ULONGLONG, offsetof(AoChannel, dropped), READONLY, NULL},
     {"served_ns", T_LONGLONG, offsetof(AoChannel, served_ns), 0, NULL},
-    {"gap_ns", T_LONGLONG, offsetof(AoChannel, gap_ns), READONLY, NULL},
+    {"gap_ns", T_LONGLONG, offsetof(AoChannel, gap_ns), 0, NULL},
     {"suspended", T_ULONGLONG, offsetof(AoChannel, suspended), READONLY, NULL},
     {"unsettled", T_INT, offsetof(AoChannel, unsettled), 0, NULL},
     {"busy", T_BOOL, offsetof(AoChannel, busy), READONLY, NULL},

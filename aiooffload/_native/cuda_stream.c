@@ -4,9 +4,9 @@
  * that takes the interpreter (Python callbacks through cuLaunchHostFunc do) could otherwise hold
  * a lock of the driver while it waits for the thread that waits for the driver.
  *
- * No context is made current: a call on a stream takes the stream's (measured on driver 580 with no
- * context, and with another one, current), and making one current twice per launch would cost more
- * than the rest of this file. Calls that a capturing thread must not make run with its capture mode
+ * But for copies no context is made current: a call on a stream takes the stream's (measured on driver
+ * 580 with no context, and with another one, current), and making one current twice per launch would
+ * cost more than the rest of this file. With the context of another GPU current, copies alone fail. Calls that a capturing thread must not make run with its capture mode
  * relaxed. Both leave the caller's thread as it was found.
  *
  * The wake is `wake_by_eventfd` below: it runs on a thread of the driver's, at an unknown time,
@@ -205,18 +205,20 @@ PyTypeObject AoCudaEvent_Type = {
 typedef struct {
     PyObject_HEAD
     void *stream;             /* NULL once closed */
+    void *context;            /* the stream's */
     memop marks[2];           /* slot then bell: a reader that sees the bell sees the slot */
     PyObject *slot, *bell;    /* keep the words alive; NULL until bind_marks() */
 } CudaStream;
 
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"handle", NULL};
-    unsigned long long handle;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "K:CudaStream", names, &handle)) return NULL;
+    static char *names[] = {"handle", "context", NULL};
+    unsigned long long handle, context;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK:CudaStream", names, &handle, &context)) return NULL;
     if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
     CudaStream *self = (CudaStream *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->stream = (void *)(uintptr_t)handle;
+    self->context = (void *)(uintptr_t)context;
     return (PyObject *)self;
 }
 
@@ -353,11 +355,21 @@ static PyObject *stream_enqueue_wake(CudaStream *self, PyObject *value) {
     return none_or_fail("cuLaunchHostFunc", status);
 }
 
+/* A copy looks its addresses up in the current context, whatever its stream's is. */
+static int copy(const CudaStream *self, uint64_t destination, uint64_t source, size_t nbytes) {
+    void *ours;
+    int status = cu.ctx_push(self->context);
+    if (status) return status;
+    status = cu.memcpy_async(destination, source, nbytes, self->stream);
+    cu.ctx_pop(&ours);
+    return status;
+}
+
 static PyObject *stream_enqueue_copy(CudaStream *self, PyObject *args) {
     unsigned long long destination, source, nbytes;
     int status = 0;
     if (!PyArg_ParseTuple(args, "KKK:enqueue_copy", &destination, &source, &nbytes) || is_closed(self)) return NULL;
-    if (nbytes) WITHOUT_INTERPRETER(cu.memcpy_async(destination, source, nbytes, self->stream));
+    if (nbytes) WITHOUT_INTERPRETER(copy(self, destination, source, nbytes));
     return none_or_fail("cuMemcpyAsync", status);
 }
 

@@ -184,6 +184,8 @@ class Reverse:
             raise
         finally:
             operation.plan = None  # how long it takes says nothing about the next: it waits for others
+        if not self.resident:
+            self.channel.gap_ns = 0  # how another kernel called says nothing of this one
         self.resident += 1
         self.channel.served_ns = now_ns()
         end = opened.shared.device_address + wire.launch_offset(caller.index) + wire.LAUNCH_END

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ else:
 """
 
 
-@pytest.mark.parametrize(("type_name", "arguments"), [("CudaEvent", "(8,)"), ("CudaStream", "(8,)")])
+@pytest.mark.parametrize(("type_name", "arguments"), [("CudaEvent", "(8,)"), ("CudaStream", "(8, 8)")])
 def test_nothing_is_made_before_the_driver_is_resolved(type_name: str, arguments: str) -> None:
     """Without cuda_initialise() there are no entry points: RuntimeError, not a jump to nowhere."""
     program = UNINITIALISED.format(type_name=type_name, arguments=arguments)
@@ -232,3 +235,65 @@ def test_the_drivers_refusals_become_the_given_exceptions(device: Any, stream: C
     finally:
         cuda_initialise(status_error)
     assert seen == [("cuLaunchKernel", 400)]
+
+
+# What a driver is called with, seen by one that only takes notes
+
+FAKE = r"""
+#include <stdio.h>
+#include <stdint.h>
+#include <stdlib.h>
+static int failing(const char *name)
+{
+    const char *which = getenv("FAIL");
+    return which && !strcmp(which, name);
+}
+int cuCtxPushCurrent_v2(void *context) { dprintf(1, "push %p\n", context); return failing("push"); }
+int cuCtxPopCurrent_v2(void **context) { *context = 0; dprintf(1, "pop\n"); return 0; }
+int cuMemcpyAsync(uint64_t to, uint64_t from, size_t nbytes, void *stream)
+{
+    dprintf(1, "copy %#lx %#lx %zu %p\n", to, from, nbytes, stream);
+    return failing("copy");
+}
+"""
+COPYING = """
+from aiooffload._native import CudaStream, cuda_initialise
+cuda_initialise(lambda name, status: ValueError(f"{name} {status}"))
+stream = CudaStream(0x10, 0x20)
+stream.enqueue_copy(0x1000, 0x2000, 0)
+try:
+    stream.enqueue_copy(0x1000, 0x2000, 24)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libcuda.so.1 that has every entry point and writes down those a copy uses."""
+    folder = tmp_path_factory.mktemp("driver")
+    source = (Path(__file__).resolve().parents[2] / "aiooffload/_native/cuda_stream.c").read_text(encoding="utf-8")
+    symbols = re.findall(r'X\(\w+, "(cu\w+)"', source)
+    others = [symbol for symbol in symbols if f"int {symbol}(" not in FAKE]
+    assert len(symbols) - len(others) == 3
+    text = "#include <string.h>\n" + FAKE + "".join(f"int {symbol}(void) {{ abort(); }}\n" for symbol in others)
+    (folder / "fake.c").write_text(text, encoding="utf-8")
+    command = [os.environ.get("CC") or "cc", "-shared", "-fPIC", "-o", "libcuda.so.1", "fake.c"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ("", ["push 0x20", "copy 0x1000 0x2000 24 0x10", "pop"]),
+        ("copy", ["push 0x20", "copy 0x1000 0x2000 24 0x10", "pop", "cuMemcpyAsync 1"]),
+        ("push", ["push 0x20", "cuMemcpyAsync 1"]),
+    ],
+    ids=["well", "copy fails", "context fails"],
+)
+def test_copies_run_in_the_context_of_their_stream(fake_driver: Path, failing: str, expected: list[str]) -> None:
+    """A copy makes its stream's context current and leaves the thread as it was found, also when it fails."""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(fake_driver), "FAIL": failing, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([sys.executable, "-c", COPYING], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout.splitlines(), done.stderr) == (expected, "")

@@ -96,7 +96,7 @@ class CudaDevice:
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self._current():
             handle = unwrap("cuStreamCreate", driver.cuStreamCreateWithPriority(flags, priority))
-        return CudaStream(int(handle))
+        return CudaStream(int(handle), int(self._context))
 
     def create_event(self) -> CudaEvent:
         """Create an event without timing."""
