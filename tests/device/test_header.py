@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -138,3 +139,22 @@ def test_wire_header_is_plain_c(tmp_path: Path) -> None:
     ]
     subprocess.run(command, cwd=tmp_path, check=True)
     subprocess.run([tmp_path / "wire"], check=True)
+
+
+def test_host_memory_is_never_modified_atomically() -> None:
+    """No atomic operation has system scope: PCIe has none that all systems share (uccl #465)."""
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(EVERYTHING.encode(), b"everything.cu", 0, [], [])
+    flags = [b"--gpu-architecture=compute_90", b"--std=c++17", f"-I{HEADERS}".encode()]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+    assert int(status) == 0
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = b" " * size
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    code = ptx.decode()
+    atomics = re.findall(r"\b(?:atom|red)\.[\w.]+", code)
+    assert len(atomics) > 10
+    assert [found for found in atomics if ".sys" in found] == []
+    assert re.search(r"\bst\.release\.sys\.global\.v2\.u64\b", code)
