@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Offload"]
 
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 _entered: weakref.WeakSet[Offload] = weakref.WeakSet()
@@ -281,6 +282,40 @@ class Offload:
         engine = self._open_engine()
         geometry = (grid, block, shared_bytes, cluster, cooperative)
         return engine.submission.launch(kernel, geometry, args, Terms(after, lane, instant, timeout_s))
+
+    def host_task(
+        self, function: Callable[[], Coroutine[Any, Any, _T]], *, after: Iterable[After] = ()
+    ) -> Operation[_T]:
+        """Submit a coroutine function as a step between launches and copies, and return at once.
+
+        Parameters
+        ----------
+        function
+            ``async def`` without parameters (``functools.partial`` gives it some). It is called, in a
+            copy of the caller's context, when everything in ``after`` is done.
+        after
+            As for :meth:`launch`. If one of them fails, the function is not called, and the operation
+            fails with DependencyError.
+
+        Returns
+        -------
+        Operation
+            Awaits to what the function returns, or raises what it raised.
+
+        Raises
+        ------
+        UsageError
+            ``function`` is no coroutine function. Nothing was submitted.
+        WouldBlock
+            ``max_pending`` operations wait on the host.
+
+        Notes
+        -----
+        *Ordering.* What names it in ``after`` waits on the host until it has returned. It touches no
+        buffer as far as ordering goes: what it submits is ordered as anything else.
+        *Cancellation.* ``op.cancel()`` cancels the coroutine.
+        """
+        return self._open_engine().submission.host_task(function, after)
 
     async def load(self, *kernels: Kernel) -> None:
         """Compile and load kernels up front, so that their first launch does not wait.

@@ -29,6 +29,7 @@ from aiooffload.engine.copies import (
 )
 from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
 from aiooffload.engine.host_functions import waiting_launches
+from aiooffload.engine.host_tasks import HostTasks
 from aiooffload.engine.lanes import Lane, Lanes, dependency_failure
 from aiooffload.engine.launches import Kernels
 from aiooffload.engine.maintenance import barrier
@@ -126,11 +127,13 @@ class Engine:
             self.lose,
         )
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain, self.reverse.open)
+        self.host_tasks: Final = HostTasks(self.loop, self.lanes, self._check_drained)
         self.submission: Final = Submission(
             self.loop,
             self.lanes,
             self.kernels,
             self.reverse,
+            self.host_tasks,
             self,
             program_order,
             self.check_open,
@@ -305,6 +308,7 @@ class Engine:
         self.lanes.stop(operation, failure)
         if operation.calling and not operation.finished:
             self.reverse.cancel(operation)
+        self.host_tasks.cancel(operation)
 
     # -- progress --------------------------------------------------------------------------
 
@@ -356,8 +360,9 @@ class Engine:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is pending, in flight, being copied or in the hands of a host function."""
-        return not (self.board.in_flight or self.board.pending or self._tasks or self.reverse.callers)
+        """Whether nothing is pending, in flight, being copied or in the hands of the host."""
+        on_host = self._tasks or self.host_tasks.running or self.reverse.callers
+        return not (self.board.in_flight or self.board.pending or on_host)
 
     def _on_called(self, operation: Operation[Any]) -> None:
         """A launch whose kernel called is done: what had to come after it may go."""
@@ -473,6 +478,7 @@ class Engine:
         self.memory.lose()
         self.watchdog.stop()
         self.reverse.abandon(failure)
+        self.host_tasks.abandon(failure)
         self.completion.stop(lost=True)
         for operation in abandoned:
             operation.finish(failure=failure)

@@ -134,6 +134,8 @@ class Lanes:
         self._completion = completion
         self._max_pending = max_pending
         self.held: dict[Operation[Any], None] = {}
+        # Operations that use no lane and have not started, each with what starts it.
+        self.on_host: dict[Operation[Any], Callable[[], None]] = {}
         # board.pending counts the held and the waiting ones, board.paused the barriers up; they
         # live there because the launch path looks at them.
         # Released and not started yet; emptied before release() returns to whoever is outermost.
@@ -185,16 +187,28 @@ class Lanes:
         ``operation.deps`` holds what must come before it, ``holds`` what else keeps it.
         """
         if self.dead is not None:
+            self.on_host.pop(operation, None)
             operation.finish(failure=self.dead)
             return
         operation.lane = lane
         for dep in operation.deps or ():
-            self._hold_behind(operation, dep)
+            if operation in self.on_host:
+                self._hold_until_done(operation, dep)
+            else:
+                self._hold_behind(operation, dep)
         if operation.holds:
             self.held[operation] = None
             self._board.pending += 1
+        elif operation in self.on_host:
+            self._ready.append(operation)
+            self._start_ready()
         else:
             self._to_lane(operation, self._home_or_pick(operation))
+
+    def _hold_until_done(self, operation: Operation[Any], dep: Operation[Any]) -> None:
+        """Hold ``operation``, which runs on the host, until ``dep`` is done, not only on the device."""
+        operation.holds += 1
+        dep.add_done_callback(lambda _: self.release(operation))
 
     def _hold_behind(self, operation: Operation[Any], dep: Operation[Any]) -> None:
         """Hold ``operation`` until ``dep`` is on the device (done, if it calls), unless a lane's order is enough."""
@@ -334,8 +348,11 @@ class Lanes:
                 operation = self._ready.popleft()
                 if operation.finished:
                     continue
+                start = self.on_host.pop(operation, None)
                 if operation.stop is not None:
                     self._finish_unstarted(operation, operation.stop)
+                elif start is not None:
+                    start()
                 else:
                     self._to_lane(operation, self._home_or_pick(operation))
         finally:
@@ -379,6 +396,7 @@ class Lanes:
             return
         if operation in self.held:
             del self.held[operation]
+            self.on_host.pop(operation, None)
         elif operation in self._ready or operation.lane is None or (operation.streamed and operation.steps is None):
             return  # about to start, or going piece by piece: whoever does that sees `stop`
         else:
@@ -403,6 +421,7 @@ class Lanes:
         self.dead = failure
         waiting = [*self.held, *self._ready, *(operation for lane in self.lanes for operation in lane.waiting)]
         self.held.clear()
+        self.on_host.clear()
         self._ready.clear()
         for lane in self.lanes:
             lane.waiting.clear()

@@ -6,11 +6,11 @@ Everything is checked before anything is changed, so a submission that raises ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiooffload.engine.host_functions import waiting_launches
 from aiooffload.engine.lanes import Lane, Lanes, dependency_error, waits_for
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from aiooffload.buffer import Allocation, PinnedArray
+    from aiooffload.engine.host_tasks import HostTasks
     from aiooffload.engine.reverse import Reverse
     from aiooffload.operation import OperationOwner
 
 __all__ = ["After", "Submission", "Terms"]
 
+_T = TypeVar("_T")
 After = Operation[Any] | Awaitable[Any]
 
 
@@ -54,6 +56,8 @@ class Submission:
         What is loaded, and the geometries that were used.
     reverse
         Starts the launches whose kernels call.
+    host_tasks
+        Runs the steps on the host.
     owner
         The engine, as operations and memory name it.
     program_order
@@ -72,6 +76,7 @@ class Submission:
         lanes: Lanes,
         kernels: Kernels,
         reverse: Reverse,
+        host_tasks: HostTasks,
         owner: OperationOwner,
         program_order: bool,
         check_open: Callable[[], None],
@@ -82,6 +87,7 @@ class Submission:
         self._lanes = lanes
         self._kernels = kernels
         self._reverse = reverse
+        self._host_tasks = host_tasks
         self._owner = owner
         self._program_order = program_order
         self._check_open = check_open
@@ -179,6 +185,19 @@ class Submission:
                 self._lanes.release(operation)
 
         self._kernels.load(kernel).add_done_callback(loaded)
+        return operation
+
+    def host_task(self, function: Callable[[], Coroutine[Any, Any, _T]], after: Iterable[After]) -> Operation[_T]:
+        """Submit a coroutine as a step of the graph; see ``Offload.host_task``."""
+        self._check_open()
+        name = getattr(function, "__name__", "host task")
+        operation: Operation[_T] = Operation(self._loop, self._owner, name)
+        self._host_tasks.prepare(operation, function, copy_context())
+        try:
+            self.submit(operation, (), Terms(after))
+        except BaseException:
+            self._host_tasks.forget(operation)
+            raise
         return operation
 
     # -- everything ------------------------------------------------------------------------

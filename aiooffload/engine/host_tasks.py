@@ -1,0 +1,92 @@
+"""Host tasks: coroutines that are steps of the same graph as launches and copies.
+
+A host task starts when everything it comes after is done, and what comes after it waits on the host
+until it has returned. It uses no lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from aiooffload.engine.lanes import Lanes, dependency_failure
+from aiooffload.errors import UsageError
+from aiooffload.operation import Operation
+
+if TYPE_CHECKING:
+    from contextvars import Context
+
+__all__ = ["HostTasks"]
+
+
+class HostTasks:
+    """Runs the host tasks of one engine.
+
+    Parameters
+    ----------
+    loop
+        The loop that owns the engine.
+    lanes
+        Holds what has to wait, and what comes after.
+    on_finished
+        Told when one has ended.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, lanes: Lanes, on_finished: Callable[[], None]) -> None:
+        self._loop = loop
+        self._lanes = lanes
+        self._on_finished = on_finished
+        # Those that run; each ends its operation.
+        self.running: dict[Operation[Any], asyncio.Task[Any]] = {}
+
+    def prepare(
+        self, operation: Operation[Any], function: Callable[[], Coroutine[Any, Any, Any]], context: Context
+    ) -> None:
+        """Let ``operation`` run ``function`` once nothing holds it; UsageError if that is no coroutine function."""
+        if not inspect.iscoroutinefunction(function):
+            raise UsageError(f"a host task is an async def, not {function!r}")
+        self._lanes.on_host[operation] = lambda: self._start(operation, function, context)
+
+    def _start(
+        self, operation: Operation[Any], function: Callable[[], Coroutine[Any, Any, Any]], context: Context
+    ) -> None:
+        failure = dependency_failure(operation)
+        if failure is not None:
+            self._end(operation, None, failure)
+            return
+        task = self._loop.create_task(function(), name=f"aiooffload {operation.name}", context=context)
+        self.running[operation] = task
+        task.add_done_callback(lambda task: self._ended(operation, task))
+
+    def _ended(self, operation: Operation[Any], task: asyncio.Task[Any]) -> None:
+        del self.running[operation]
+        if task.cancelled():
+            self._end(operation, None, operation.stop or asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self._end(operation, None, error)
+        else:
+            self._end(operation, task.result(), None)
+
+    def _end(self, operation: Operation[Any], result: Any, failure: BaseException | None) -> None:
+        operation.deps = None
+        operation.finish(result, failure)
+        self._lanes.release_followers(operation)
+        self._on_finished()
+
+    def forget(self, operation: Operation[Any]) -> None:
+        """It was refused after all."""
+        self._lanes.on_host.pop(operation, None)
+
+    def cancel(self, operation: Operation[Any]) -> None:
+        """Cancel the coroutine of a task that runs."""
+        task = self.running.get(operation)
+        if task is not None:
+            task.cancel()
+
+    def abandon(self, failure: BaseException) -> None:
+        """The device or the Offload is gone, and with it what would have come after: what runs is cancelled."""
+        for operation, task in list(self.running.items()):
+            operation.finish(failure=failure)
+            task.cancel()
