@@ -17,7 +17,7 @@ import numpy as np
 
 from aiooffload.buffer import Allocation, Buffer, PinnedArray
 from aiooffload.engine.engine import Engine
-from aiooffload.engine.host_functions import HostFunction, OnError
+from aiooffload.engine.host_functions import HostFunction, OnError, check_outside
 from aiooffload.engine.submission import After, Terms
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
@@ -151,6 +151,8 @@ class Offload:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is not None and self._engine is not None:
+            self._engine.reverse.stop_all()  # a kernel that waits for the program would wait for ever
         await self.aclose()
 
     async def aclose(self, timeout_s: float = 30.0) -> None:
@@ -341,6 +343,8 @@ class Offload:
         engine = self._open_engine()
         engine.check_open()
         for kernel in kernels:
+            if not engine.kernels.loaded(kernel):
+                check_outside("loading a kernel")
             load = engine.kernels.load(kernel)
             try:
                 await asyncio.shield(load)

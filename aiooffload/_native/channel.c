@@ -167,16 +167,18 @@ static Py_ssize_t drain(AoChannel *self, int64_t until, PyObject *collected) {
     Descriptor d;
     while (next_request(self, count, PyList_GET_SIZE(collected) > 0, &d)) {
         uint64_t ticket = self->position++;
-        if (d.cell == AO_NO_CELL && ++self->posts - self->published >= PUBLISH_EVERY) publish(self);
         count++;
         AoCaller *caller = self->callers[d.launch];
-        if (!caller || d.rows == 0) {
+        int status = 0;
+        if (caller && d.rows) {
+            Py_INCREF(caller); /* what is run may detach it */
+            status = serve(self, caller, &d, ticket, collected);
+            Py_DECREF(caller);
+        } else {
             self->dropped++;
-            continue;
         }
-        Py_INCREF(caller); /* what is run may detach it */
-        int status = serve(self, caller, &d, ticket, collected);
-        Py_DECREF(caller);
+        /* Not before its payload was copied: with the place another post gets the slot. */
+        if (d.cell == AO_NO_CELL && ++self->posts - self->published >= PUBLISH_EVERY && !self->closed) publish(self);
         if (status < 0) return -1;
         if (count % CLOCK_EVERY == 0 && ao_now_ns() >= until) break;
     }

@@ -5,7 +5,7 @@
  */
 #include "calls.h"
 
-static PyObject *s_failed, *s_encode, *s_idle, *s_result, *s_done, *s_add_done_callback, *s_create_task;
+static PyObject *s_failed, *s_encode, *s_idle, *s_result, *s_done, *s_add_done_callback, *s_create_task, *s_cancel;
 static PyObject *task_type, *cancelled_error, *task_names; /* names of the keyword arguments of a task */
 
 int ao_request_prepare(void) {
@@ -22,6 +22,7 @@ int ao_request_prepare(void) {
     s_done = PyUnicode_InternFromString("done");
     s_add_done_callback = PyUnicode_InternFromString("add_done_callback");
     s_create_task = PyUnicode_InternFromString("create_task");
+    s_cancel = PyUnicode_InternFromString("cancel");
 #if PY_VERSION_HEX >= 0x030C0000
     task_names = Py_BuildValue("(sss)", "loop", "context", "eager_start");
 #else
@@ -200,6 +201,12 @@ static PyObject *make_task(AoRequest *self, PyObject *coroutine) {
     return task;
 }
 
+static int is_stopped(const AoRequest *self) {
+    for (uint32_t i = 0; i < self->count; i++)
+        if (!self->entries[i].caller->stopped) return 0;
+    return 1;
+}
+
 /* Its handler has suspended: its launches have to know it, to be able to stop it. */
 static int await_task(AoRequest *self, PyObject *task) {
     self->channel->suspended++;
@@ -208,6 +215,11 @@ static int await_task(AoRequest *self, PyObject *task) {
     Py_XSETREF(self->task, Py_NewRef(task));
     PyObject *ignored = PyObject_CallMethodOneArg(task, s_add_done_callback, (PyObject *)self);
     Py_XDECREF(ignored);
+    /* Stopped in its first step, when nobody could see its task yet. */
+    if (ignored && (self->channel->closed || is_stopped(self))) {
+        ignored = PyObject_CallMethodNoArgs(task, s_cancel);
+        Py_XDECREF(ignored);
+    }
     return ignored ? 0 : -1;
 }
 

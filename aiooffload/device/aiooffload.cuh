@@ -157,6 +157,7 @@ constexpr unsigned BITMAP_WORDS = AO_CELLS / 32;
 constexpr u64 BELL_NS = 6000;         // a hot host has answered by then; otherwise it may sleep
 constexpr u64 PATIENT_NS = 20000000;  // a wait looks at its launch's cancel word this often: each look crosses the bus
 constexpr u64 REFRESH_NS = 1000;      // the tail is read from the host this often, by one thread at a time
+constexpr u64 ABORT_NS = 10000000;
 constexpr unsigned MAX_SLEEP_NS = 32000;
 constexpr u64 CROWD_NS = 4000;        // where thousands compete for room, nobody tries at once again
 
@@ -194,8 +195,8 @@ class Launch;
 /// One that stands for no call, or whose call is over, may be assigned another.
 class Pending {
   public:
-    __device__ Pending() : launch_(nullptr), ticket_(0), function_(0), cell_(AO_NO_CELL), status_(Status::OK) {}
-    __device__ Pending(Pending&& other) : launch_(other.launch_), ticket_(other.ticket_), function_(other.function_), cell_(other.cell_), status_(other.status_) {
+    __device__ Pending() : launch_(nullptr), ticket_(0), sent_(0), function_(0), cell_(AO_NO_CELL), status_(Status::OK) {}
+    __device__ Pending(Pending&& other) : launch_(other.launch_), ticket_(other.ticket_), sent_(other.sent_), function_(other.function_), cell_(other.cell_), status_(other.status_) {
         other.cell_ = AO_NO_CELL;
     }
     Pending(const Pending&) = delete;
@@ -207,9 +208,10 @@ class Pending {
     friend class Launch;
     __device__ inline void drop();
     __device__ Pending(Launch* launch, Function f, u64 ticket, unsigned cell, Status status)
-        : launch_(launch), ticket_(ticket), function_(f.id), cell_(cell), status_(status) {}
+        : launch_(launch), ticket_(ticket), sent_(detail::clock_ns()), function_(f.id), cell_(cell), status_(status) {}
     Launch* launch_;
     u64 ticket_;
+    u64 sent_;  // when it was made; 0 once the bell was rung for it
     unsigned function_;
     unsigned cell_;  // AO_NO_CELL once over: then status_ says how
     Status status_;
@@ -248,7 +250,13 @@ class Launch {
         if (pending.cell_ == AO_NO_CELL) return true;
         u64 value, control;
         detail::load_pair_acquire(cell(pending.cell_), value, control);
-        if (control >> AO_REPLY_TICKET_SHIFT != pending.ticket_ + 1) return false;
+        if (control >> AO_REPLY_TICKET_SHIFT != pending.ticket_ + 1) {
+            if (pending.sent_ && detail::clock_ns() - pending.sent_ > detail::BELL_NS) {
+                ring_bell(pending.sent_);
+                pending.sent_ = 0;
+            }
+            return false;
+        }
         status = take_reply(pending, out, value, control);
         return true;
     }
@@ -368,6 +376,9 @@ class Launch {
             detail::store_relaxed(record + 16, length);
             detail::store_release(record, launch_ + 1);
             detail::store_release(bell_, 1);
+        } else {  // a trap stops all threads: the one that writes the message needs a moment
+            detail::Wait clock;
+            while (!detail::load_acquire(shared_ + AO_ABORT_OFFSET) && clock.elapsed() < detail::ABORT_NS) __nanosleep(1000);
         }
         __threadfence_system();
         asm volatile("trap;");
@@ -645,7 +656,10 @@ static_assert(AO_TAG_SHIFT + AO_TAG_BITS == 64 && AO_NO_CELL == (1 << AO_CELL_BI
 static_assert(AO_SHARED_NBYTES == AO_PAYLOADS_OFFSET + AO_RING_SLOTS * AO_PAYLOAD_NBYTES, "the shared block ends with the payloads");
 
 __device__ inline void Pending::drop() {
-    if (cell_ != AO_NO_CELL) launch_->leave_cell(cell_, ticket_);
+    if (cell_ != AO_NO_CELL) {
+        if (sent_) launch_->ring_bell(sent_);
+        launch_->leave_cell(cell_, ticket_);
+    }
     cell_ = AO_NO_CELL;
 }
 
@@ -656,6 +670,7 @@ __device__ inline Pending& Pending::operator=(Pending&& other) {
     drop();
     launch_ = other.launch_;
     ticket_ = other.ticket_;
+    sent_ = other.sent_;
     function_ = other.function_;
     status_ = other.status_;
     cell_ = other.cell_;

@@ -28,7 +28,7 @@ from aiooffload.engine.copies import (
     Staging,
 )
 from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
-from aiooffload.engine.host_functions import waiting_launches
+from aiooffload.engine.host_functions import check_outside
 from aiooffload.engine.host_tasks import HostTasks
 from aiooffload.engine.lanes import Lane, Lanes, dependency_failure
 from aiooffload.engine.launches import Kernels
@@ -123,7 +123,7 @@ class Engine:
             self._open_channel,
             self._on_channel,
             self._on_called,
-            self._settle_pauses,
+            self._on_resident,
             self.lose,
         )
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain, self.reverse.open)
@@ -195,7 +195,8 @@ class Engine:
         cleared.steps = lambda stream: stream.enqueue_fill(state.address, b"\0", wire.STATE_NBYTES)
         self.lanes.place(cleared, None)
         await cleared
-        self.check_open()
+        if self.lost is not None and self.refusal is not None:  # closing is no reason: what was submitted still runs
+            raise self.refusal()
 
         def lane(i: int, depth: int) -> Lane:
             made = self._make_lane(first + i, words.word(i * _WORD_STRIDE), self._bell, depth, apart=True)
@@ -206,7 +207,14 @@ class Engine:
         self.lanes.calling = [lane(i, 1) for i in range(self._calling_lanes)]
         to_host, to_device = (lane(self._calling_lanes + i, _MAPPING_DEPTH) for i in range(2))
         mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self)
-        return Opened(shared, state.address, self._bell, shared.word(wire.ABORT_OFFSET), mapping, (shared.array, state))
+        return Opened(
+            shared,
+            state.address,
+            self._bell,
+            shared.word(wire.ABORT_OFFSET),
+            mapping,
+            (shared.array, state.allocation.host_array),
+        )
 
     def _on_channel(self, channel: Channel) -> None:
         self.board.channel = channel
@@ -220,7 +228,7 @@ class Engine:
     @classmethod
     async def open(cls, device: Device | str, **options: Any) -> Engine:
         """Open the device if it is a label, on a worker thread, make its engine and run the self-test."""
-        _check_outside("opening an Offload")
+        check_outside("opening an Offload")
         faults = device != "host" if isinstance(device, str) else device.properties.process_wide_faults
         if loss.error is not None and faults:
             raise loss.error.with_traceback(None)
@@ -378,7 +386,7 @@ class Engine:
 
     async def drain(self) -> None:
         """Wait until everything submitted is done; raises nothing of theirs."""
-        _check_outside("drain")
+        check_outside("drain")
         while not self.quiet:
             future = self.loop.create_future()
             self._drains.append(future)
@@ -402,8 +410,6 @@ class Engine:
     async def maintain(self, call: Callable[[], _T]) -> _T:
         """Run a call that waits for everything in flight, behind the barrier."""
 
-        _check_outside("loading a kernel")
-
         def unless_lost() -> _T:
             if self.lost is not None:
                 raise self.lost.with_traceback(None)
@@ -426,15 +432,19 @@ class Engine:
         self._look()
         self._idle_calls.append(idle)
         self.lanes.pauses += 1
-        self._settle_pauses()
+        self.settle_pauses()
 
-    def _settle_pauses(self) -> None:
-        """Let pauses begin for all lanes, unless a kernel that calls is on the device.
+    def _on_resident(self, change: int) -> None:
+        """So many more kernels that call are on the device, or fewer."""
+        barrier.count_calling(change, self.loop)
+
+    def settle_pauses(self) -> None:
+        """Let pauses begin for all lanes, unless a kernel that calls is on some device of the process.
 
         Until that is over, ordinary work goes on: the host functions it waits for may need it.
         No other kernel that calls starts meanwhile.
         """
-        if not self.lanes.pauses or self.reverse.resident:
+        if not self.lanes.pauses or barrier.calling:
             return
         self.board.paused = self.lanes.pauses
         if self.board.in_flight:
@@ -501,7 +511,7 @@ class Engine:
 
     async def aclose(self, timeout_s: float) -> None:
         """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent."""
-        _check_outside("closing the Offload")
+        check_outside("closing the Offload")
         if self._closing is None:
             self.refusal = self.refusal or _closed
             self.launcher.ready = False
@@ -559,13 +569,6 @@ async def _open(loop: asyncio.AbstractEventLoop, label: str) -> Device:
     except asyncio.CancelledError:
         opening.add_done_callback(lambda done: done.exception() or loop.run_in_executor(_calls, done.result().close))
         raise
-
-
-def _check_outside(what: str) -> None:
-    """Raise UsageError in a host function whose launch still waits for it: ``what`` waits for the launch."""
-    waiting = waiting_launches()
-    if waiting:
-        raise UsageError(f"{what} would wait for {waiting[0]!r}, which waits for this host function")
 
 
 def _closed() -> OffloadError:

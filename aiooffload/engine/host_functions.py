@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from aiooffload.engine.mapping import Mapping
     from aiooffload.operation import Operation
 
-__all__ = ["Call", "HandlerTimeout", "HostFunction", "OnError", "ReplyError", "current_call", "waiting_launches"]
+__all__ = [
+    "Call",
+    "HandlerTimeout",
+    "HostFunction",
+    "OnError",
+    "ReplyError",
+    "check_outside",
+    "current_call",
+    "waiting_launches",
+]
 
 OnError = Literal["cancel", "collect"]
 
@@ -104,6 +113,13 @@ def waiting_launches() -> list[Operation[None]]:
         if outer is not None:
             callers += outer.callers if isinstance(outer, Request) else [outer]
     return waiting
+
+
+def check_outside(what: str) -> None:
+    """Raise UsageError in a host function whose launch still waits for it: ``what`` waits for the launch."""
+    waiting = waiting_launches()
+    if waiting:
+        raise UsageError(f"{what} would wait for {waiting[0]!r}, which waits for this host function")
 
 
 class HandlerTimeout(OffloadTimeout):

@@ -36,13 +36,19 @@ class Participant(Protocol):
     def resume(self) -> None:
         """Go on. On its loop."""
 
+    def settle_pauses(self) -> None:
+        """No kernel that calls is on any device any more: begin the pauses that waited for that. On its loop."""
+
 
 class Barrier:
     """One maintenance call at a time, with every participant idle."""
 
     def __init__(self) -> None:
-        # Guards the two below; never held while waiting.
+        # Guards those below; never held while waiting.
         self._lock = threading.Lock()
+        # How many kernels that call are on devices of this process: no pause takes hold before they are
+        # over, since their host functions may need any of the participants.
+        self.calling = 0
         self._participants: dict[Participant, None] = {}
         # Whoever is first has its turn; the others wait for theirs, each on its own loop.
         self._turns: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
@@ -56,6 +62,14 @@ class Barrier:
         """``participant`` closed."""
         with self._lock:
             self._participants.pop(participant, None)
+
+    def count_calling(self, change: int, here: asyncio.AbstractEventLoop) -> None:
+        """So many more kernels that call are on a device. When there are none, pauses that were asked for begin."""
+        with self._lock:
+            self.calling += change
+            participants = list(self._participants) if self.calling == 0 else []
+        for participant in participants:
+            _call(participant, here, participant.settle_pauses)
 
     def after_fork(self) -> list[Participant]:
         """Forget the parent's participants, of which the child has copies that do nothing; return them."""

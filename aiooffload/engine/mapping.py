@@ -1,8 +1,8 @@
 """Mapped arguments: device memory that a host function sees as arrays while the kernel runs.
 
 The copies have lanes of their own, one in each direction, and go through pinned memory that is kept
-for the next call, so that a call which finds a block there allocates nothing. Arguments that lie
-within one another share host memory, as they do on the device.
+for the next call, so that a call which finds a block there allocates nothing. Arguments that
+overlap share host memory, as they do on the device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Arena:
                 return free.pop(index)
         memory = await self._register(size)
         # Of a memoryview: the base of any view is then this array, and not the one it is made from.
-        return Block(np.frombuffer(memoryview(memory.array), np.uint8, size), memory.device_address)
+        return Block(np.frombuffer(memory.array.data, np.uint8, size), memory.device_address)
 
     def give_back(self, block: Block) -> None:
         """The call is over; views of the block may live on."""
@@ -139,8 +139,27 @@ class Mapping:
         """The call is over."""
         self._arena.give_back(fetched.block)
 
-    def _copy(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, block: Block) -> Operation[None]:
-        """Submit copies of (destination, source, bytes)."""
+    async def _copy(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, block: Block) -> None:
+        """Make copies of (destination, source, bytes); also when cancelled it returns only when they are over.
+
+        The launch is done when its handlers are, and then its memory may go.
+        """
+        operation = self._submit(name, copies, lane, block)
+        cancelled: asyncio.CancelledError | None = None
+        while not operation.finished:
+            try:
+                await operation
+            except asyncio.CancelledError as error:
+                cancelled = error
+            except Exception:
+                break
+        failure = operation.look()
+        if cancelled is not None:
+            raise cancelled
+        if failure is not None:
+            raise failure
+
+    def _submit(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, block: Block) -> Operation[None]:
         operation: Operation[None] = Operation(self._loop, self._owner, name)
 
         def steps(stream: Stream) -> None:

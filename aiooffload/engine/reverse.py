@@ -84,8 +84,8 @@ class Reverse:
         Told of the channel, once there is one.
     on_finished
         Told of every launch that is done, with its operation.
-    on_quiet
-        Told when no kernel that calls is on the device any more.
+    on_resident
+        Told how many more kernels that call are on the device, or fewer.
     on_lost
         Told when a kernel has said that it gives up, which ends the device.
     """
@@ -97,7 +97,7 @@ class Reverse:
         open: Callable[[], Coroutine[Any, Any, Opened]],
         on_opened: Callable[[Channel], None],
         on_finished: Callable[[Operation[None]], None],
-        on_quiet: Callable[[], None],
+        on_resident: Callable[[int], None],
         on_lost: Callable[[DeviceLostError], None],
     ) -> None:
         self._loop: Final = loop
@@ -105,7 +105,7 @@ class Reverse:
         self._open = open
         self._on_opened = on_opened
         self._on_finished = on_finished
-        self._on_quiet = on_quiet
+        self._on_resident = on_resident
         self._on_lost = on_lost
         self._opening: asyncio.Task[None] | None = None
         self._opened: Opened | None = None
@@ -187,6 +187,7 @@ class Reverse:
         if not self.resident:
             self.channel.gap_ns = 0  # how another kernel called says nothing of this one
         self.resident += 1
+        self._on_resident(1)
         self.channel.served_ns = now_ns()
         end = opened.shared.device_address + wire.launch_offset(caller.index) + wire.LAUNCH_END
         stream.enqueue_copy(end, opened.state_address + wire.STATE_HEAD, 8)
@@ -239,8 +240,7 @@ class Reverse:
                 self.channel.drain(BUDGET_NS)
         finally:
             self.settle()
-        if not self.resident:
-            self._on_quiet()
+            self._on_resident(-1)
 
     @property
     def called_ns(self) -> int | None:
@@ -263,9 +263,9 @@ class Reverse:
         self.channel.unsettled = len(waiting)
         for caller in ended:
             self._detach(caller)
+            caller.ended = True
             if caller.operation.failure is not None:  # the kernel died, and its handlers with it
                 self._stop(caller)
-            caller.ended = True
             if caller.active == 0:
                 self.idle(caller)
 
@@ -288,27 +288,33 @@ class Reverse:
         """Answer a request whose handler raised, and let its launches know."""
         function = request.handler
         assert isinstance(function, HostFunction)
+        error = _one_of(error)
         code: int = wire.Code.RAISED
         if isinstance(error, HandlerTimeout):
             code = wire.Code.NO_ANSWER
-            request.end(wire.Status.TIMEOUT)
-        elif not isinstance(error, asyncio.CancelledError):
-            if isinstance(error, ReplyError):
-                code = wire.Code.WRONG_REPLY
-            elif isinstance(error, HostFunctionError) and type(error.code) is int and 0 < error.code < 2**31:
-                code = error.code
-            request.end(wire.Status.ERROR, code)
-        if not isinstance(error, Exception | asyncio.CancelledError):
-            if request.task is None:  # else its task has raised it through the loop already
-                raise error
-            return
+        elif isinstance(error, ReplyError):
+            code = wire.Code.WRONG_REPLY
+        elif isinstance(error, HostFunctionError) and type(error.code) is int and 0 < error.code < 2**31:
+            code = error.code
+        # Before the answer, with which the launch may end; stopped after it, since that answers the rest.
+        blamed = []
         for caller in request.callers:
             if isinstance(error, asyncio.CancelledError) and caller.stopped:
                 continue  # as it was asked to
             text = f"host function {function.name!r}, called by {_kernel(caller)}, failed: {error!r}"
             failure = HostFunctionError(text, code=code)
             failure.__cause__ = error
-            self._blame(caller, failure, function)
+            self._note(caller, failure)
+            blamed.append(caller)
+        if isinstance(error, HandlerTimeout):
+            request.end(wire.Status.TIMEOUT)
+        elif not isinstance(error, asyncio.CancelledError):
+            request.end(wire.Status.ERROR, code)
+        for caller in blamed if function.on_error == "cancel" else ():
+            self._stop(caller, besides=request)
+        # If it has suspended, its task has raised it through the loop already.
+        if not isinstance(error, Exception | asyncio.CancelledError) and request.task is None:
+            raise error
 
     def refused(self, caller: Caller, function: int, handler: Handler | None, nbytes: int) -> None:
         """Take note of a call that no function could take."""
@@ -319,11 +325,14 @@ class Reverse:
             failure = HostFunctionError(
                 f"{_kernel(caller)} called host function {handler.name!r} with {sent}", code=wire.Code.WRONG_ARGUMENTS
             )
-            self._blame(caller, failure, handler)
+            self._note(caller, failure)
+            if handler.on_error == "cancel":
+                self._stop(caller)
         else:
             known = ", ".join(repr(f.name) for f in self.functions.values()) or "none"
             text = f"{_kernel(caller)} called host function {function:#x}, which is not registered; there are: {known}"
-            self._blame(caller, HostFunctionError(text, code=wire.Code.UNKNOWN_FUNCTION), None)
+            self._note(caller, HostFunctionError(text, code=wire.Code.UNKNOWN_FUNCTION))
+            self._stop(caller)
 
     def idle(self, caller: Caller) -> None:
         """No handler of an ended launch runs any more: finish its operation."""
@@ -339,12 +348,10 @@ class Reverse:
         operation.finish(failure=failure)
         self._on_finished(operation)
 
-    def _blame(self, caller: Caller, failure: HostFunctionError, function: HostFunction | None) -> None:
+    def _note(self, caller: Caller, failure: HostFunctionError) -> None:
         assert isinstance(caller, CallingLaunch)
         if len(caller.failures) < _MOST_FAILURES:
             caller.failures.append(failure)
-        if function is None or function.on_error == "cancel":
-            self._stop(caller)
 
     def _outcome(self, caller: CallingLaunch) -> BaseException | None:
         """Return how the launch has ended: what its program asked for, or what went wrong first."""
@@ -387,16 +394,24 @@ class Reverse:
         if caller is not None:
             self._stop(caller)
 
-    def _stop(self, caller: CallingLaunch) -> None:
+    def stop_all(self) -> None:
+        """Ask every launch on the device to stop."""
+        for operation in list(self.callers):
+            operation.cancel()
+
+    def _stop(self, caller: Caller, besides: Request | None = None) -> None:
+        """Stop it and its handlers, except that of ``besides``, which has just ended."""
+        assert isinstance(caller, CallingLaunch)
         if caller.stopped:
             return
         caller.stopped = True
-        if self.channel is not None and not self.channel.closed:
+        # Once it has ended its block may be another launch's.
+        if self.channel is not None and not self.channel.closed and not caller.ended:
             caller.words[wire.LAUNCH_CANCEL].store(1)
         if caller.active:  # something is cut short, so it does not complete all the same
             caller.told = True
         for request in list(caller.requests):
-            if not request.drop(caller) and request.task is not None:
+            if request is not besides and not request.drop(caller) and request.task is not None:
                 request.task.cancel()
 
     def look(self) -> None:
@@ -417,9 +432,12 @@ class Reverse:
         if self.channel is not None:
             self.channel.close()
         self._ending.clear()
-        self.resident = 0
+        resident, self.resident = self.resident, 0
+        if resident:
+            self._on_resident(-resident)
         callers, self.callers = self.callers, {}
         for operation, caller in callers.items():
+            self._last_progress[operation] = self._said(caller)
             caller.context.run(calling.set, None)
             operation.finish(failure=failure)
         if self._opening is not None:
@@ -443,6 +461,9 @@ class Reverse:
         caller = self.callers.get(operation)
         if caller is None:
             return self._last_progress.get(operation, (0, 0))
+        return self._said(caller)
+
+    def _said(self, caller: CallingLaunch) -> tuple[int, int]:
         return caller.words[wire.LAUNCH_PROGRESS].load(), caller.words[wire.LAUNCH_PROGRESS + 8].load()
 
     def stats(self) -> dict[str, int]:
@@ -454,6 +475,17 @@ class Reverse:
             "resident": self.resident,
             "open": sum(caller.active for caller in self.callers.values()),
         }
+
+
+def _one_of(error: BaseException) -> BaseException:
+    """Return the first of several rows' failures where the kernel gets the same for each, else the group."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    first = error.exceptions[0]
+    if all(isinstance(one, HandlerTimeout) for one in error.exceptions):
+        return first
+    codes = {one.code if isinstance(one, HostFunctionError) else None for one in error.exceptions}
+    return first if len(codes) == 1 and None not in codes else error
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -135,7 +135,7 @@ class _Source:
         self._file = file
 
     async def read(self, chunk: NDArray[np.uint8]) -> int:
-        reading = asyncio.ensure_future(asyncio.to_thread(self._file.readinto, chunk))
+        reading = asyncio.ensure_future(asyncio.to_thread(self._file.readinto, chunk.data))
         try:
             nbytes = await asyncio.shield(reading) or 0
         except asyncio.CancelledError:

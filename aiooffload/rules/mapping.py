@@ -1,8 +1,7 @@
 """Where mapped arguments go in host memory, and what is copied: pure arithmetic on ranges.
 
-An argument that lies within an earlier one of the same call shares its memory, so a handler that
-changes the one sees it in the other, as a kernel would. Of a range that is shared, whatever any
-of its arguments asks for is copied.
+Arguments of one call that overlap share memory, so a handler that changes the one sees it in the
+other, as a kernel would. Each is copied as it asks for.
 """
 
 from __future__ import annotations
@@ -36,26 +35,24 @@ class Layout(NamedTuple):
 
 
 def place(arguments: Sequence[tuple[int, int, MapKind]]) -> Layout:
-    """Lay out arguments (device address, bytes, kind); zero bytes are legal."""
+    """Lay out arguments (device address, bytes, kind); zero bytes are legal, and lie anywhere."""
     if len(arguments) == 1:
         ((address, nbytes, kind),) = arguments
         whole = [(address, 0, nbytes)] if nbytes else []
         inward, outward = kind in _INWARD, kind in _OUTWARD
         return Layout(max(nbytes, 1), [0], whole if inward else [], whole if outward else [])
-    ranges: list[tuple[int, int, int]] = []  # address, bytes, offset
-    end = 0
-    # Larger ones first, so that whatever lies within another finds it.
     placed = [0] * len(arguments)
-    for index in sorted(range(len(arguments)), key=lambda i: -arguments[i][1]):
+    base = limit = offset = end = 0  # of the range at hand: device addresses, and where it is on the host
+    for index in sorted(range(len(arguments)), key=lambda i: arguments[i][0]):
         address, nbytes, _ = arguments[index]
-        for base, extent, offset in ranges:
-            if base <= address and address + nbytes <= base + extent:
-                placed[index] = offset + address - base
-                break
-        else:
-            placed[index] = end
-            ranges.append((address, nbytes, end))
-            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if nbytes == 0:
+            continue
+        if address >= limit:
+            base = limit = address
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+        placed[index] = offset + address - base
+        limit = max(limit, address + nbytes)
+        end = offset + limit - base
     return Layout(max(end, 1), placed, _copies(arguments, placed, _INWARD), _copies(arguments, placed, _OUTWARD))
 
 

@@ -314,7 +314,8 @@ def trouble(word: int) -> tuple[int, Code] | None:
     """Return (function, code) of a call that went wrong unknown to the host, or None."""
     if word == 0:
         return None
-    return (word & 0xFFFFFFFF) - 1, Code(-(word >> 32))
+    code = -(word >> 32)
+    return (word & 0xFFFFFFFF) - 1, Code(code) if code in set(Code) else Code.RAISED
 
 
 def abort_message(shared: bytes) -> tuple[int, int, str] | None:

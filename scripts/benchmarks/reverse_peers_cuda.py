@@ -104,7 +104,7 @@ class Gpu(Caller):
         # With unified addressing, which every 64-bit platform has, a GPU sees it at the same address.
         self._host = int(checked(driver.cuMemHostAlloc(nbytes, flags)))
         words = (ctypes.c_uint64 * (nbytes // 8)).from_address(self._host)
-        self.words = Words(np.frombuffer(words, np.uint64), most_warps)
+        self.words = Words(np.ctypeslib.as_array(words), most_warps)
         query = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuStreamQuery, ctypes.c_void_p).value
         assert query is not None
         self.query, self.stream = query, int(self._stream)
