@@ -250,6 +250,7 @@ class Offload:
             Raise WouldBlock rather than wait on the host.
         timeout_s
             Seconds from now after which the launch ends with OffloadTimeout if it still waits on the host.
+            A kernel that calls host functions is asked to stop, too, as by ``Operation.cancel``.
         cluster
             Blocks of a thread block cluster (compute capability 9.0 and later).
         cooperative

@@ -488,6 +488,36 @@ async def test_timeout_error_of_the_functions_own(r: CallingRig) -> None:
     assert isinstance(failed(failure, Code.RAISED), TimeoutError)
 
 
+async def test_rows_that_do_not_return(r: CallingRig) -> None:
+    """The timeout of a function that was called for the lanes of a warp is named as that of one call is."""
+
+    @r.off.host_function(timeout_s=0.05)
+    async def f(lane: np.int32, half: np.float32) -> int:
+        await asyncio.Event().wait()
+        return int(lane)
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    failure = await end_of(r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32))
+    assert isinstance(failed(failure, Code.NO_ANSWER, "took over 0.05 s"), ao.OffloadTimeout)
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+async def test_exception_that_is_no_exception(r: CallingRig, suspends: bool) -> None:
+    """A handler that ends with a BaseException of its own is blamed, after a post, too."""
+
+    class Stop(BaseException):
+        pass
+
+    @r.off.host_function
+    async def f(x: int) -> None:
+        if suspends:
+            await asyncio.sleep(0)
+        raise Stop
+
+    failure = await end_of(r.launch(post_many, 1, r.array(2, np.int32)))
+    assert isinstance(failed(failure, Code.RAISED), Stop)
+
+
 async def test_late_reply(r: CallingRig) -> None:
     """What a function gives after its launch was cancelled goes nowhere, and not to a later call."""
     started = asyncio.Event()

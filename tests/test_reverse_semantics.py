@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -980,6 +981,55 @@ async def test_cancel_ends_calls_and_handlers(r: CallingRig, count: int) -> None
     assert await r.values(statuses) == [CANCELLED] * count
 
 
+async def test_handler_that_cancels_its_own_launch(r: CallingRig) -> None:
+    """A handler stopped before it suspended for the first time gets CancelledError from its first await."""
+    ends: list[str] = []
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        call = ao.current_call()
+        assert call is not None
+        call.operation.cancel()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+        return x
+
+    value, report = r.array(1), r.array(2, np.int32)
+    op = r.launch(ask, 6, value, report)
+    with pytest.raises(asyncio.CancelledError):
+        await op
+    assert ends == ["cancelled"]
+    assert (await r.values(report))[0] == CANCELLED
+
+
+async def test_cancelled_while_an_array_is_copied(r: CallingRig) -> None:
+    """A launch that is cancelled while a mapped array is copied is not over before the copy is."""
+    n = 16_000_000
+
+    @r.off.host_function
+    async def f(x: ao.InOut[np.float32]) -> None:
+        return None
+
+    def copies() -> list[Any]:
+        engine = r.off._engine
+        assert engine is not None
+        queued = (operation for lane in engine.lanes.lanes for operation in lane.queue.operations())
+        return [operation for operation in queued if operation.name.startswith("map")]
+
+    array, report = r.array(n, np.float32), r.array(2, np.int32)
+    await r.off.load(map_array)
+    op = r.launch(map_array, array, n, 3, report)
+    await until(lambda: copies() or op.done())
+    in_flight = copies()
+    op.cancel()
+    await end_of(op)
+    assert in_flight, "the copy was not seen in flight"
+    assert all(copy.done() for copy in in_flight)
+
+
 async def test_cancelling_a_task_leaves_the_launch_alone(r: CallingRig) -> None:
     """A task that awaits a launch can be cancelled; the launch and its handlers go on."""
     let_go = asyncio.Event()
@@ -1273,6 +1323,87 @@ async def test_opening_another_offload_while_a_kernel_calls(device_label: str) -
         assert await opening == 3
         await op
         assert await r.values(value) == [6]
+
+
+async def test_work_on_another_offload_while_a_kernel_calls(device_label: str) -> None:
+    """A load on one Offload waits for the kernel that calls on another; the handler's work on either goes on."""
+    async with calling_rig(device_label) as r, ao.Offload(device_label, lanes=1) as other:
+        await r.off.load(ask)
+        go_on = asyncio.Event()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            await go_on.wait()
+            return int((await other.get(await other.put([x + 1])))[0])
+
+        value, report = r.array(1), r.array(2, np.int32)
+        op = r.launch(ask, 6, value, report)
+        await until(lambda: r.off.stats()["calls"]["open"])
+        fresh = ao.Kernel("nothing", cuda=nothing.cuda_source, host=nothing.host_function)
+        load = asyncio.create_task(other.load(fresh))
+        await turns()
+        go_on.set()
+        await op
+        await load
+        assert await r.values(value) == [7]
+
+
+async def test_handler_that_wants_what_another_task_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler is refused a kernel that another task is loading; the other task's launch takes no harm."""
+    async with calling_rig("host") as r:
+        await r.off.load(ask)
+        engine = r.off._engine
+        assert engine is not None
+        compile_kernel, go_on = engine.device.compile, threading.Event()
+
+        def slow(kernel: ao.Kernel) -> Any:
+            assert go_on.wait(20)
+            return compile_kernel(kernel)
+
+        monkeypatch.setattr(engine.device, "compile", slow)
+        fresh, called = ao.Kernel("nothing", host=nothing.host_function), asyncio.Event()
+        refused: list[str] = []
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            called.set()
+            await loading.wait()
+            try:
+                await r.off.load(fresh)
+            except ao.UsageError as error:
+                refused.append(str(error))
+            return x
+
+        loading = asyncio.Event()
+        value, report = r.array(1), r.array(2, np.int32)
+        op = r.launch(ask, 6, value, report)
+        await called.wait()
+        outside = r.launch(fresh)
+        await turns()
+        loading.set()
+        await until(lambda: refused or op.done())
+        go_on.set()
+        await op
+        await outside
+        assert len(refused) == 1
+        assert await r.values(value) == [6]
+
+
+async def test_terminated_while_progress_is_watched() -> None:
+    """terminate() ends progress() with what the kernel said last."""
+    async with calling_rig(bury=True) as r:
+        called = asyncio.Event()
+
+        @r.off.host_function
+        async def f(i: int) -> None:
+            called.set()
+            await asyncio.Event().wait()
+
+        op = r.launch(in_steps, 5)
+        await called.wait()
+        r.off.terminate()
+        assert [pair async for pair in op.progress()] == [(1, 5)]
+        assert isinstance(await end_of(op), ao.OffloadError)
 
 
 FORBIDDEN: dict[str, Callable[[CallingRig, ao.Buffer], Any]] = {

@@ -312,8 +312,8 @@ class Reverse:
             request.end(wire.Status.ERROR, code)
         for caller in blamed if function.on_error == "cancel" else ():
             self._stop(caller, besides=request)
-        # If it has suspended, its task has raised it through the loop already.
-        if not isinstance(error, Exception | asyncio.CancelledError) and request.task is None:
+        # Those two end the loop, as from any task. If it has suspended, its task has raised it there already.
+        if isinstance(error, KeyboardInterrupt | SystemExit) and request.task is None:
             raise error
 
     def refused(self, caller: Caller, function: int, handler: Handler | None, nbytes: int) -> None:
