@@ -1299,7 +1299,11 @@ try:
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
-    preamble = "import asyncio, numpy as np, aiooffload as ao\nfrom tests.reverse_kernels import ask\n"
+    preamble = """
+import asyncio, signal, numpy as np, aiooffload as ao
+from tests.reverse_kernels import ask
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without
+"""
     command = [sys.executable, "-X", "faulthandler", "-c", preamble + program]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:

@@ -201,7 +201,9 @@ static PyObject *make_task(AoRequest *self, PyObject *coroutine) {
     return task;
 }
 
-static int is_stopped(const AoRequest *self) {
+/* Whether all of its launches were stopped. */
+static int is_unwanted(const AoRequest *self) {
+    if (self->channel->closed) return 1;
     for (uint32_t i = 0; i < self->count; i++)
         if (!self->entries[i].caller->stopped) return 0;
     return 1;
@@ -215,16 +217,12 @@ static int await_task(AoRequest *self, PyObject *task) {
     Py_XSETREF(self->task, Py_NewRef(task));
     PyObject *ignored = PyObject_CallMethodOneArg(task, s_add_done_callback, (PyObject *)self);
     Py_XDECREF(ignored);
-    /* Stopped in its first step, when nobody could see its task yet. */
-    if (ignored && (self->channel->closed || is_stopped(self))) {
-        ignored = PyObject_CallMethodNoArgs(task, s_cancel);
-        Py_XDECREF(ignored);
-    }
     return ignored ? 0 : -1;
 }
 
 int ao_request_start(AoRequest *self, PyObject *coroutine) {
     if (!coroutine) return ao_request_fail(self);
+    int wanted = !is_unwanted(self);
     self->running = 1;
     PyObject *task = make_task(self, coroutine);
     self->running = 0;
@@ -232,6 +230,12 @@ int ao_request_start(AoRequest *self, PyObject *coroutine) {
     if (!task) return ao_request_fail(self);
     PyObject *done = PyObject_CallMethodNoArgs(task, s_done);
     int status = !done ? -1 : done == Py_True ? finish_task(self, task) : await_task(self, task);
+    /* Stopped in its first step, when nobody could see its task yet. */
+    if (status == 0 && done == Py_False && wanted && is_unwanted(self)) {
+        PyObject *ignored = PyObject_CallMethodNoArgs(task, s_cancel);
+        Py_XDECREF(ignored);
+        status = ignored ? 0 : -1;
+    }
     Py_XDECREF(done);
     Py_DECREF(task);
     return status;
