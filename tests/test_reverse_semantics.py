@@ -19,7 +19,7 @@ import pytest
 import aiooffload as ao
 from aiooffload.drivers.cuda.compiler import compile_source
 from aiooffload.errors import CompileError
-from tests.kernels import add, nothing, turns, until
+from tests.kernels import add, hold, nothing, turns, until
 from tests.reverse_kernels import (
     ALLOC,
     C_TYPES,
@@ -1005,29 +1005,30 @@ async def test_handler_that_cancels_its_own_launch(r: CallingRig) -> None:
     assert (await r.values(report))[0] == CANCELLED
 
 
-async def test_cancelled_while_an_array_is_copied(r: CallingRig) -> None:
+async def test_cancelled_while_an_array_is_copied(device_label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that is cancelled while a mapped array is copied is not over before the copy is."""
-    n = 16_000_000
+    async with calling_rig(device_label, lanes=1) as r:
 
-    @r.off.host_function
-    async def f(x: ao.InOut[np.float32]) -> None:
-        return None
+        @r.off.host_function
+        async def f(x: ao.InOut[np.float32]) -> None:
+            return None
 
-    def copies() -> list[Any]:
+        array, report = r.array(4, np.float32), r.array(2, np.int32)
+        await r.off.load(hold, map_array)
+        await r.off.drain()
+        [lane] = r.off.lanes
         engine = r.off._engine
         assert engine is not None
-        queued = (operation for lane in engine.lanes.lanes for operation in lane.queue.operations())
-        return [operation for operation in queued if operation.name.startswith("map")]
-
-    array, report = r.array(n, np.float32), r.array(2, np.int32)
-    await r.off.load(map_array)
-    op = r.launch(map_array, array, n, 3, report)
-    await until(lambda: copies() or op.done())
-    in_flight = copies()
-    op.cancel()
-    await end_of(op)
-    assert in_flight, "the copy was not seen in flight"
-    assert all(copy.done() for copy in in_flight)
+        assert engine.reverse._opened is not None
+        monkeypatch.setattr(engine.reverse._opened.mapping, "_to_host", lane)  # rather than the copies' own
+        [gate] = await r.rig.hold_all()
+        op = r.launch(map_array, array, 4, TO, report)
+        await until(lambda: any(one.name.startswith("map") for one in lane.queue.operations()))
+        op.cancel()
+        await turns()
+        assert not op.done()
+        gate.open()
+        assert isinstance(await end_of(op), asyncio.CancelledError)
 
 
 async def test_cancelling_a_task_leaves_the_launch_alone(r: CallingRig) -> None:
