@@ -59,9 +59,7 @@ class Call:
     @property
     def operations(self) -> tuple[Operation[None], ...]:
         """The launches: one, or several for a batch."""
-        if isinstance(self._source, Request):
-            return tuple(caller.operation for caller in self._source.callers)
-        return (self._source.operation,)
+        return tuple(caller.operation for caller in _callers(self._source))
 
     @property
     def operation(self) -> Operation[None]:
@@ -103,16 +101,20 @@ def waiting_launches() -> list[Operation[None]]:
     source = calling.get(None)
     if source is None:
         return []
-    callers: list[Any] = source.callers if isinstance(source, Request) else [source]  # CallingLaunches
+    callers = _callers(source)
     waiting = []
     while callers:
         caller = callers.pop()
         if not caller.operation.finished:
             waiting.append(caller.operation)
-        outer = caller.parent
-        if outer is not None:
-            callers += outer.callers if isinstance(outer, Request) else [outer]
+        if caller.parent is not None:
+            callers += _callers(caller.parent)
     return waiting
+
+
+def _callers(source: Caller | Request) -> list[Any]:
+    """Return the CallingLaunches that a handler's context names."""
+    return source.callers if isinstance(source, Request) else [source]
 
 
 def check_outside(what: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiooffload.drivers.api import CallParameter, Compiled, Device, Function
     from aiooffload.kernel import Kernel, Parameter
 
-__all__ = ["Geometry", "Kernels", "Site", "buffers", "check_sizes"]
+__all__ = ["Geometry", "Kernels", "Site", "buffers", "check_sizes", "retrieve"]
 
 Geometry = tuple[Dimensions, Dimensions, int, Dimensions | None, bool]
 _MAX_SITES: Final = 4096
@@ -98,7 +98,7 @@ class Kernels:
         task = self._loading.get(kernel)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._load(kernel), name=f"aiooffload load {kernel.name}")
-            task.add_done_callback(_retrieve)  # those who wait for it tell its failure, if anybody does
+            task.add_done_callback(retrieve)  # those who wait for it tell its failure, if anybody does
             self._loading[kernel] = task
         return task
 
@@ -165,7 +165,8 @@ class Kernels:
         return site
 
 
-def _retrieve(task: asyncio.Task[Function]) -> None:
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Look at the failure of a task that several may wait for, and perhaps nobody does."""
     if not task.cancelled():
         task.exception()
 

@@ -151,7 +151,7 @@ class Mapping:
                 await operation
             except asyncio.CancelledError as error:
                 cancelled = error
-            except Exception:
+            except Exception:  # what look() returns
                 break
         failure = operation.look()
         if cancelled is not None:

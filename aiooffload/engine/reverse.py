@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from aiooffload._native import Caller, Channel, Handler, Request, Word, calling, now_ns
 from aiooffload.drivers.api import CallParameter
 from aiooffload.engine.host_functions import HandlerTimeout, HostFunction, ReplyError
+from aiooffload.engine.launches import retrieve
 from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadTimeout, UsageError, WouldBlock
 from aiooffload.rules import wire
 
@@ -139,7 +140,7 @@ class Reverse:
         """Make the channel unless that was done; several may wait for it."""
         if self._opening is None:
             self._opening = self._loop.create_task(self._make(), name="aiooffload open channel")
-            self._opening.add_done_callback(_retrieve)  # those who wait for it tell its failure
+            self._opening.add_done_callback(retrieve)  # those who wait for it tell its failure
         await asyncio.shield(self._opening)
 
     async def _make(self) -> None:
@@ -340,13 +341,15 @@ class Reverse:
         operation = caller.operation
         if operation not in self.callers:
             return
-        self._last_progress[operation] = self.progress(operation)
         del self.callers[operation]
-        failure = self._outcome(caller)
+        self._finish(caller, self._outcome(caller))
+        self._on_finished(operation)
+
+    def _finish(self, caller: CallingLaunch, failure: BaseException | None) -> None:
+        self._last_progress[caller.operation] = self._said(caller)
         # The context names the launch: without this only the garbage collector would part the two.
         caller.context.run(calling.set, None)
-        operation.finish(failure=failure)
-        self._on_finished(operation)
+        caller.operation.finish(failure=failure)
 
     def _note(self, caller: Caller, failure: HostFunctionError) -> None:
         assert isinstance(caller, CallingLaunch)
@@ -436,10 +439,8 @@ class Reverse:
         if resident:
             self._on_resident(-resident)
         callers, self.callers = self.callers, {}
-        for operation, caller in callers.items():
-            self._last_progress[operation] = self._said(caller)
-            caller.context.run(calling.set, None)
-            operation.finish(failure=failure)
+        for caller in callers.values():
+            self._finish(caller, failure)
         if self._opening is not None:
             self._opening.cancel()
 
@@ -486,11 +487,6 @@ def _one_of(error: BaseException) -> BaseException:
         return first
     codes = {one.code if isinstance(one, HostFunctionError) else None for one in error.exceptions}
     return first if len(codes) == 1 and None not in codes else error
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _kernel(caller: Caller) -> str:

@@ -175,7 +175,7 @@ class Run:
                 async with asyncio.timeout(STEP_LIMIT_S):
                     values = await step.measure()
             self._recorder.add(step.section, (step.served.name, step.at), what, values)
-        except Exception as error:
+        except Exception as error:  # of whichever peer: the row says so, and the others are measured
             self._recorder.fail(what, f"{type(error).__name__}: {error}")
             if isinstance(step.served, Ours):
                 with self._watch.step("opening the device again", HANG_LIMIT_S):

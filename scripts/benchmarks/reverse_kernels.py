@@ -106,7 +106,7 @@ def calls(launch: Any, samples: ao.Out[np.int64], function: np.uint32, count: np
     number, silence, clock = int(function), int(silence_ns), time.perf_counter_ns
     for i in range(int(count)):
         if silence:
-            time.sleep(varied(silence, i) / 1e9)
+            time.sleep(varied(silence, i) / 1e9)  # on the kernel's own thread: this is the silence
         start = clock()
         out = launch.call(number, i)
         samples[i] = clock() - start if out == 2 * i else -1

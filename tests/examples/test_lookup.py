@@ -21,7 +21,6 @@ import aiooffload as ao
 from aiooffload.examples import lookup as lookup_module
 from aiooffload.examples.lookup import EMPTY, MULTIPLIER, PROBES, Database, Result, create_database, lookup, resolve
 
-ROOT = Path(__file__).resolve().parents[2]
 LEAST, MOST = -(2**63), 2**63 - 1
 
 RANDOM = np.random.default_rng(5)
@@ -261,16 +260,6 @@ def test_host_and_cuda_agree_on_the_table() -> None:
 
 
 # The demo around it.
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("aiooffload_demo", ROOT / "scripts" / "_demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 prints = pytest.mark.allows_blocking("the demo prints from the loop's thread")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -19,7 +18,6 @@ from aiooffload.examples import scan as scan_module
 from aiooffload.examples.scan import CHUNK_BYTES, Difference, ScanResult, count, find, scan
 from aiooffload.examples.tree import Counts, TreeFile, list_files, plain_counts
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("aa", "word", "\n", "é")
 
 BIG = b"wo" + b"-" * (CHUNK_BYTES - 4) + b"word" + b"-" * (CHUNK_BYTES - 4) + b"aaa" + b"\n" * 5
@@ -205,16 +203,6 @@ def plant_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
         return Counts(right.nbytes, right.lines, (right.matches[0] + 1, *right.matches[1:]))
 
     monkeypatch.setattr(scan_module, "plain_counts", wrong)
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("aiooffload_demo", ROOT / "scripts" / "_demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 prints = pytest.mark.allows_blocking("the demo prints from the loop's thread")

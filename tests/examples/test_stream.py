@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib.util
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -22,7 +21,6 @@ import aiooffload as ao
 from aiooffload.examples import stream as stream_module
 from aiooffload.examples.stream import Summary, stream, summarize
 
-ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 4096
 
 RANDOM = np.random.default_rng(7)
@@ -256,16 +254,6 @@ async def test_cancelling_in_the_middle(off: ao.Offload, path: Path, monkeypatch
 
 
 # The demo around it.
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("aiooffload_demo", ROOT / "scripts" / "_demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 prints = pytest.mark.allows_blocking("the demo prints from the loop's thread")
