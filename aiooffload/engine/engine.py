@@ -209,7 +209,7 @@ class Engine:
         mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self)
         return Opened(
             shared,
-            state.address,
+            state,
             self._bell,
             shared.word(wire.ABORT_OFFSET),
             mapping,

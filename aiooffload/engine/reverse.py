@@ -30,6 +30,7 @@ from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadTimeout
 from aiooffload.rules import wire
 
 if TYPE_CHECKING:
+    from aiooffload.buffer import Buffer
     from aiooffload.drivers.api import RegisteredMemory, Stream
     from aiooffload.engine.mapping import Mapping
     from aiooffload.operation import Operation
@@ -45,13 +46,14 @@ class Opened(NamedTuple):
     """What a channel is made of."""
 
     shared: RegisteredMemory
-    state_address: int
+    state: Buffer
+    """What kernels keep on the device. This holds it: kernels only have its address."""
     bell: Word
     abort: Word
     """Not 0 once a kernel has given up."""
     mapping: Mapping
     keep: object
-    """What keeps the memory alive for kernels that still run after everything else has ended."""
+    """What keeps host memory alive for kernels that still run on it after everything else has ended."""
 
 
 class CallingLaunch(Caller):
@@ -170,7 +172,7 @@ class Reverse:
         opened = self._opened
         parameter = wire.LaunchParameter(
             opened.shared.device_address,
-            opened.state_address,
+            opened.state.address,
             opened.bell.device_address,
             self._timeout_ns,
             caller.index,
@@ -191,7 +193,7 @@ class Reverse:
         self._on_resident(1)
         self.channel.served_ns = now_ns()
         end = opened.shared.device_address + wire.launch_offset(caller.index) + wire.LAUNCH_END
-        stream.enqueue_copy(end, opened.state_address + wire.STATE_HEAD, 8)
+        stream.enqueue_copy(end, opened.state.address + wire.STATE_HEAD, 8)
 
     def _attach(self, operation: Operation[None], context: Context) -> CallingLaunch:
         assert self._opened is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
 
 import numpy as np
@@ -41,6 +42,18 @@ async def test_channel_is_made_once(device_label: str) -> None:
         assert engine is not None
         assert len(engine.lanes.lanes) == len(r.off.lanes) + 3 + 2
         assert engine.board.channel is engine.reverse.channel
+
+
+async def test_memory_of_the_channel_stays(device_label: str) -> None:
+    """Kernels have the address of their channel's device memory and nothing else: it is freed with the Offload."""
+    async with calling_rig(device_label) as r:
+        before = r.off.stats()["allocated_bytes"]
+        await r.off.load(ask)
+        for _ in range(2):
+            gc.collect()
+            await asyncio.sleep(0)  # what came back is freed with the next turn of the loop, or the next allocation
+            r.off.empty(1, np.uint8).close()
+            assert r.off.stats()["allocated_bytes"] == before + wire.STATE_NBYTES
 
 
 async def test_cancelled_load_leaves_the_channel_to_others(device_label: str) -> None:
