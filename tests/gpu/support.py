@@ -177,7 +177,7 @@ def descriptor_count() -> int:
 
 
 def open_driver() -> None:
-    """Open and close an Offload before the first test: what a driver opens for good is no test's leak.
+    """Open and close an Offload on each GPU before the first test: what a driver opens for good is no test's leak.
 
     In a thread of its own and not on a loop's, because the first import of the bindings reads files.
     """
@@ -185,8 +185,8 @@ def open_driver() -> None:
 
     import aiooffload.drivers.cuda.device  # noqa: F401
 
-    async def open_once() -> None:
-        async with ao.Offload("cuda:0", lanes=2, wake="interrupt") as off:
+    async def open_once(label: str) -> None:
+        async with ao.Offload(label, lanes=2, wake="interrupt") as off:
             await off.launch(spin, grid=1, block=1, args=(1_000_000,))
             await off.get(await off.put(np.arange(4)))
 
@@ -194,13 +194,15 @@ def open_driver() -> None:
 
     def body() -> None:
         try:
-            asyncio.run(open_once())
+            for index in range(count_devices()):
+                asyncio.run(open_once(f"cuda:{index}"))
         except BaseException as error:
             problems.append(error)
 
     from cuda.bindings import nvml, nvrtc  # noqa: F401
 
     from aiooffload.drivers.cuda import open_device
+    from aiooffload.drivers.cuda.library import count_devices
 
     open_device(0).close()
     thread = threading.Thread(target=body)
