@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
@@ -50,7 +50,9 @@ class Offload:
         ``"auto"`` (the first GPU, or the host device where no driver or no GPU exists),
         ``"cuda:N"`` or ``"host"``.
     lanes
-        Streams to spread launches over, 1 to 256.
+        Streams to spread operations over, 1 to 256; or how many there are of each priority, as
+        ``{0: 16, -1: 4}``, where smaller numbers are more urgent and 0 is what an operation has
+        unless it names another. The device may know fewer priorities (CUDA: 0 to -5 on current GPUs).
     wake
         ``"hybrid"`` looks while a completion is near and sleeps otherwise; ``"interrupt"`` never
         spins; ``"poll"`` never sleeps while work is in flight.
@@ -86,7 +88,7 @@ class Offload:
         self,
         device: str = "auto",
         *,
-        lanes: int = 16,
+        lanes: int | Mapping[int, int] = 16,
         wake: WakeMode = "hybrid",
         ordering: str = "program",
         max_pending: int = 65_536,
@@ -99,10 +101,12 @@ class Offload:
         self._launcher: Launcher | None = None
         self._state = "was not entered yet: use `async with`"
         self._loop: asyncio.AbstractEventLoop | None = None
-        if any(type(number) is not int for number in (lanes, max_pending, lane_depth, calling_lanes)):
+        counts = dict(lanes) if isinstance(lanes, Mapping) else {0: lanes}
+        numbers = (*counts, *counts.values(), max_pending, lane_depth, calling_lanes)
+        if any(type(number) is not int for number in numbers):
             raise UsageError("lanes, max_pending, lane_depth and calling_lanes are integers")
-        if not 1 <= lanes <= 256:
-            raise UsageError(f"lanes is 1 to 256, not {lanes}")
+        if 0 not in counts or min(counts.values()) < 1 or sum(counts.values()) > 256:
+            raise UsageError(f"lanes is 1 to 256, some of them of priority 0, not {lanes}")
         if not isinstance(device, str):
             raise UsageError(f'device is a label such as "auto", "cuda:0" or "host", not {device!r}')
         if wake not in ("hybrid", "interrupt", "poll"):
@@ -119,7 +123,7 @@ class Offload:
             raise UsageError(f"call_timeout_s is above 0 and at most a day, not {call_timeout_s}")
         self._device = device
         self._options: Final[dict[str, Any]] = {
-            "lanes": lanes,
+            "lanes": counts,
             "wake": wake,
             "program_order": ordering == "program",
             "max_pending": max_pending,
@@ -222,7 +226,9 @@ class Offload:
         shared_bytes: int = 0,
         after: Iterable[After] = (),
         lane: Lane | None = None,
+        priority: int = 0,
         instant: bool = False,
+        coarse: bool = False,
         timeout_s: float | None = None,
         cluster: Dimensions | None = None,
         cooperative: bool = False,
@@ -246,8 +252,14 @@ class Offload:
         lane
             The lane to use, one of ``off.lanes``; by default the one its buffers were last used
             on, or the least busy one.
+        priority
+            One of those that ``lanes`` of the Offload names, where no ``lane`` is given.
         instant
-            Raise WouldBlock rather than wait on the host.
+            Raise WouldBlock, which says why, unless it goes straight to the device; ``op.instant``
+            says afterwards whether an operation did.
+        coarse
+            No completion mark of its own, which makes it cheaper to launch: it counts as done with the
+            next mark on its lane. Awaiting it, draining or idling enqueues the missing mark.
         timeout_s
             Seconds from now after which the launch ends with OffloadTimeout if it still waits on the host.
             A kernel that calls host functions is asked to stop, too, as by ``Operation.cancel``.
@@ -277,14 +289,14 @@ class Offload:
         *Source.* CUDA C++ Programming Guide, "Execution Configuration"; cuLaunchKernelEx.
         """
         launcher = self._launcher
-        special = after or shared_bytes or lane or cluster or cooperative or timeout_s is not None
+        special = after or shared_bytes or lane or priority or coarse or cluster or cooperative or timeout_s is not None
         if launcher is not None and not special:
             operation: Operation[None] | None = launcher.launch(kernel, grid, block, args)
             if operation is not None:
                 return operation
         engine = self._open_engine()
         geometry = (grid, block, shared_bytes, cluster, cooperative)
-        return engine.submission.launch(kernel, geometry, args, Terms(after, lane, instant, timeout_s))
+        return engine.submission.launch(kernel, geometry, args, Terms(after, lane, instant, timeout_s, priority, coarse))
 
     def host_task(
         self, function: Callable[[], Coroutine[Any, Any, _T]], *, after: Iterable[After] = ()

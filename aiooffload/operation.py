@@ -54,6 +54,9 @@ class OperationOwner(Protocol):
     def device_progress(self, operation: Operation[Any]) -> tuple[int, int]:
         """Return (done, total) as its kernel said it last."""
 
+    def want_mark(self, operation: Operation[Any]) -> None:
+        """Somebody waits for ``operation``, which is coarse."""
+
     def fail_dependent(self, operation: Operation[Any]) -> None:
         """Fail ``operation``, whose mark arrived although something it came after has failed."""
 
@@ -84,6 +87,10 @@ class Operation(_native.Operation, Generic[_T]):
         prepared: Any  # a kernel's packed parameters
         steps: Callable[[Stream], None] | None  # what to enqueue instead of a kernel
         calling: int  # its kernel calls: 1, or 2 if a host function launched it
+        priority: int  # of the lanes it may go to
+        gate: bool  # what comes after it on its lane waits behind it on the host
+        coarse: bool  # no completion mark of its own
+        instant: bool  # it went straight to the device when it was submitted
         streamed: bool  # goes piece by piece: its lane's order alone does not put others after it
         stop: BaseException | None  # what it ends with if it can be stopped
         holds: int  # how many things keep it on the host
@@ -95,6 +102,8 @@ class Operation(_native.Operation, Generic[_T]):
         """Whether it is done. Looks at the device, so a loop that polls without yielding progresses."""
         if not self.finished:
             self.owner.check_caller()
+            if self.coarse:
+                self.owner.want_mark(self)
             self.owner.progress()
         return self.finished
 

@@ -77,6 +77,10 @@ class Operation:
     holds: int
     streamed: bool
     calling: int
+    priority: int
+    gate: bool
+    coarse: bool
+    instant: bool
     plan: LaunchPlan | None
     keep: object
     arrival: Callable[[Any], None] | None
@@ -124,6 +128,13 @@ class LaneQueue:
         """Name the stream and the lane it belongs to."""
     load: int
     """Operations queued for the lane on the host; counts for ``Board.pick``."""
+    reserved: bool
+    """Whether it takes only what names it: ``Board.pick`` passes over it."""
+    @property
+    def unmarked(self) -> bool:
+        """Whether the last push was coarse, so that no mark will say that it is done."""
+    def marked(self) -> None:
+        """Take note that the mark ``issued`` was enqueued after all."""
     def push(self, operation: Operation) -> None:
         """Take an operation whose mark ``next_sequence`` was enqueued. Raises IndexError when full."""
     def due_ns(self) -> int:
@@ -153,11 +164,14 @@ class Board:
     pending: int
     """Operations waiting on the host."""
     paused: int
-    """Maintenance barriers up."""
+    """Why nothing starts: maintenance barriers that are up, and operations that are being put together."""
+    @property
+    def unmarked(self) -> int:
+        """How many lanes are ``LaneQueue.unmarked``."""
     watched: bool
     """Whether a look is scheduled, so that a push need not tell anybody."""
     def pick(self, first: int, last: int) -> int:
-        """Index of the least busy lane in range(first, last), rotating among equals."""
+        """Index of the least busy lane in range(first, last) that is not reserved, rotating among equals."""
     def poll(self, spin_ns: int = 0) -> int:
         """Finish every operation whose mark arrived, read what the channel holds, and return how many of both.
 

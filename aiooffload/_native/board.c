@@ -15,6 +15,12 @@
 
 /* ---- queue ---- */
 
+static void set_unmarked(AoQueue *self, int unmarked) {
+    if (self->unmarked == unmarked) return;
+    self->unmarked = (char)unmarked;
+    if (self->board) self->board->unmarked += unmarked ? 1 : -1;
+}
+
 static inline uint64_t head_sequence(const AoQueue *q) { return q->issued - q->in_flight + 1; }
 
 void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
@@ -29,6 +35,7 @@ void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
     op->sequence = self->issued;
     op->tiny = op->plan && ao_plan_is_tiny((AoPlan *)op->plan);
     if (!op->tiny) self->heavy++;
+    set_unmarked(self, op->coarse);
     Py_XSETREF(op->queue, Py_NewRef(self));
 }
 
@@ -42,6 +49,12 @@ static PyObject *queue_push(AoQueue *self, PyObject *arg) {
         return NULL;
     }
     ao_queue_push(self, (AoOperation *)arg, ao_now_ns());
+    Py_RETURN_NONE;
+}
+
+/* The mark `issued` was enqueued. */
+static PyObject *queue_marked(AoQueue *self, PyObject *Py_UNUSED(ignored)) {
+    set_unmarked(self, 0);
     Py_RETURN_NONE;
 }
 
@@ -115,6 +128,7 @@ static PyObject *queue_next_sequence(AoQueue *self, void *Py_UNUSED(c)) {
 
 static PyMethodDef queue_methods[] = {
     {"push", (PyCFunction)queue_push, METH_O, "Take an operation whose mark next_sequence was enqueued."},
+    {"marked", (PyCFunction)queue_marked, METH_NOARGS, "The mark of what was pushed last was enqueued after all."},
     {"attach", (PyCFunction)queue_attach, METH_VARARGS, "Name the stream and the lane it belongs to."},
     {"due_ns", (PyCFunction)queue_due_ns, METH_NOARGS, "When the oldest operation is expected to be done, 0 if unknown."},
     {"operations", (PyCFunction)queue_operations, METH_NOARGS, "The operations in flight, oldest first."},
@@ -127,6 +141,8 @@ static PyMemberDef queue_members[] = {
     {"issued", T_ULONGLONG, offsetof(AoQueue, issued), READONLY, NULL},
     {"seen", T_ULONGLONG, offsetof(AoQueue, seen), READONLY, NULL},
     {"load", T_PYSSIZET, offsetof(AoQueue, load), 0, NULL},
+    {"reserved", T_BOOL, offsetof(AoQueue, reserved), 0, NULL},
+    {"unmarked", T_BOOL, offsetof(AoQueue, unmarked), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyGetSetDef queue_getset[] = {
@@ -169,7 +185,7 @@ static Py_ssize_t collect_lane(const AoBoard *board, AoQueue *lane, AoOperation 
     }
     if (count == 0) return 0;
     /* Of several that arrived together only the sum is known: that teaches nothing about one. */
-    if (count == 1 && out[0]->plan) record_duration(board, lane, started, (AoPlan *)out[0]->plan, now);
+    if (count == 1 && out[0]->plan && !out[0]->coarse) record_duration(board, lane, started, (AoPlan *)out[0]->plan, now);
     lane->last_done_ns = now;
     return count;
 }
@@ -279,7 +295,7 @@ static Py_ssize_t pick_awake(const AoBoard *self, Py_ssize_t first, Py_ssize_t l
     for (Py_ssize_t i = first; i < last; i++) {
         const AoQueue *lane = ao_board_lane(self, i);
         if (lane->in_flight && lane->in_flight < MOST_TOGETHER && lane->in_flight < lane->depth && !lane->heavy &&
-            !lane->load)
+            !lane->load && !lane->reserved)
             return i;
     }
     return -1;
@@ -293,7 +309,7 @@ Py_ssize_t ao_board_pick(AoBoard *self, Py_ssize_t first, Py_ssize_t last, const
     for (Py_ssize_t k = 0; k < span && best_load > 0; k++) {
         AoQueue *lane = ao_board_lane(self, i);
         Py_ssize_t load = (Py_ssize_t)lane->in_flight + lane->load;
-        if (load < best_load) best = i, best_load = load;
+        if (load < best_load && !lane->reserved) best = i, best_load = load;
         if (++i == last) i = first;
     }
     self->rotate = best + 1;
@@ -359,6 +375,7 @@ static PyObject *board_abandon(AoBoard *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list && i < PyList_GET_SIZE(self->lanes); i++) {
         AoQueue *lane = ao_board_lane(self, i);
+        set_unmarked(lane, 0);
         while (lane->in_flight) {
             AoOperation *op = queue_pop(lane);
             int status = PyList_Append(list, (PyObject *)op);
@@ -414,6 +431,7 @@ static PyMemberDef board_members[] = {
     {"progress_ns", T_LONGLONG, offsetof(AoBoard, progress_ns), READONLY, NULL},
     {"pending", T_PYSSIZET, offsetof(AoBoard, pending), 0, NULL},
     {"paused", T_PYSSIZET, offsetof(AoBoard, paused), 0, NULL},
+    {"unmarked", T_PYSSIZET, offsetof(AoBoard, unmarked), READONLY, NULL},
     {"open", T_PYSSIZET, offsetof(AoBoard, open), READONLY, NULL},
     {"watched", T_BOOL, offsetof(AoBoard, watched), 0, NULL},
     {NULL, 0, 0, 0, NULL},

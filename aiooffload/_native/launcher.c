@@ -115,6 +115,7 @@ static AoOperation *new_operation(Launcher *self, AoPlan *plan) {
     op->plan = Py_NewRef(plan);
     op->name = Py_NewRef(plan->name);
     op->submitted_ns = ao_now_ns();
+    op->instant = 1; /* or it fails */
     return op;
 }
 

@@ -85,8 +85,12 @@ typedef struct {
     /* What the engine keeps with it; this file and the board only hold them. NULL reads as None. */
     PyObject *owner, *name, *lane, *deps, *requires, *prepared, *steps, *stop, *followers;
     int holds;
+    int priority;
     char streamed;
     char calling;             /* its kernel calls: 2 if it was launched by a handler */
+    char gate;                /* what comes after it on its lane waits behind it on the host */
+    char coarse;              /* no mark of its own: it counts as done with the lane's next one */
+    char instant;             /* it went to the device while it was submitted */
     PyObject *weakrefs;
     PyObject *queue;          /* the AoQueue it was pushed to, or NULL */
     uint64_t sequence;        /* its mark on that lane; meaningless while queue is NULL */
@@ -120,6 +124,8 @@ typedef struct AoQueue {
     int64_t last_done_ns;     /* when the lane last completed something */
     uint32_t heavy;           /* in flight and not tiny */
     Py_ssize_t load;          /* operations queued for it on the host */
+    char reserved;            /* takes only what names it: pick() passes over it */
+    char unmarked;            /* the last push was coarse: no mark will say that it is done */
     PyObject *stream, *lane;  /* what it belongs to; NULL until attach() */
     struct AoBoard *board;    /* borrowed: the board outlives its queues' use, it empties them when it goes */
 } AoQueue;
@@ -132,7 +138,8 @@ typedef struct AoBoard {
     int64_t looked_ns;        /* when poll() last looked: what arrived since has an inexact end */
     unsigned long long pushed, completed; /* ever */
     Py_ssize_t pending;       /* operations on the host that could not go yet: later ones queue behind */
-    Py_ssize_t paused;        /* barriers up */
+    Py_ssize_t paused;        /* why nothing starts: barriers up, an operation that is being put together */
+    Py_ssize_t unmarked;      /* lanes that are */
     Py_ssize_t open;          /* lanes [0, open) take any launch; those behind have a purpose of their own */
     PyObject *channel;        /* AoChannel that a look has to watch, too, or NULL */
     char watched;             /* a look is scheduled: a push need not tell anybody */

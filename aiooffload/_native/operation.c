@@ -6,7 +6,8 @@
  */
 #include "native.h"
 
-static PyObject *s_set_result, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler, *s_fail_dependent;
+static PyObject *s_set_result, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler, *s_fail_dependent,
+    *s_want_mark;
 static PyObject *get_running_loop, *copy_context, *cancelled_error, *invalid_state;
 
 int ao_operation_module_init(PyObject *module) {
@@ -25,8 +26,9 @@ int ao_operation_module_init(PyObject *module) {
     s_call_soon = PyUnicode_InternFromString("call_soon");
     s_context = PyUnicode_InternFromString("context");
     s_fail_dependent = PyUnicode_InternFromString("fail_dependent");
+    s_want_mark = PyUnicode_InternFromString("want_mark");
     s_handler = PyUnicode_InternFromString("call_exception_handler");
-    return get_running_loop && cancelled_error && invalid_state && copy_context && s_fail_dependent && s_handler ? 0 : -1;
+    return get_running_loop && cancelled_error && invalid_state && copy_context && s_fail_dependent && s_want_mark && s_handler ? 0 : -1;
 }
 
 PyObject *ao_running_loop(void) { return PyObject_CallNoArgs(get_running_loop); }
@@ -115,6 +117,14 @@ void ao_operation_arrive(AoOperation *op) {
     if (ao_operation_finish(op, NULL, NULL) < 0) PyErr_WriteUnraisable((PyObject *)op);
 }
 
+/* Somebody waits for `op`: it needs a mark after all if it has none. */
+static int want_mark(AoOperation *op) {
+    if (!op->coarse || op->finished) return 0;
+    PyObject *ignored = PyObject_CallMethodOneArg(op->owner, s_want_mark, (PyObject *)op);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
+}
+
 /* ---- looking at the outcome ---- */
 
 static PyObject *outcome(AoOperation *op) {
@@ -167,7 +177,7 @@ static PyObject *operation_add_done_callback(AoOperation *self, PyObject *args, 
     int status = -1;
     if (self->finished) {
         status = schedule_callback(self, fn, context);
-    } else if (self->callbacks || (self->callbacks = PyList_New(0))) {
+    } else if (want_mark(self) == 0 && (self->callbacks || (self->callbacks = PyList_New(0)))) {
         PyObject *pair = PyTuple_Pack(2, fn, context);
         if (pair) status = PyList_Append(self->callbacks, pair);
         Py_XDECREF(pair);
@@ -252,7 +262,7 @@ static int check_loop(AoOperation *op) {
 
 static PyObject *suspend(AoWait *self) {
     AoOperation *op = self->op;
-    if (check_loop(op) < 0) return NULL;
+    if (check_loop(op) < 0 || want_mark(op) < 0) return NULL;
     PyObject *future = PyObject_CallMethodNoArgs(op->loop, s_create_future);
     if (!future) return NULL;
     if (add_waiter(op, future) < 0 || PyObject_SetAttr(future, s_blocking, Py_True) < 0) {
@@ -466,6 +476,10 @@ static PyMemberDef operation_members[] = {
     {"holds", T_INT, offsetof(AoOperation, holds), 0, NULL},
     {"streamed", T_BOOL, offsetof(AoOperation, streamed), 0, NULL},
     {"calling", T_BYTE, offsetof(AoOperation, calling), 0, NULL},
+    {"priority", T_INT, offsetof(AoOperation, priority), 0, NULL},
+    {"gate", T_BOOL, offsetof(AoOperation, gate), 0, NULL},
+    {"coarse", T_BOOL, offsetof(AoOperation, coarse), 0, NULL},
+    {"instant", T_BOOL, offsetof(AoOperation, instant), 0, NULL},
     {"sequence", T_ULONGLONG, offsetof(AoOperation, sequence), READONLY, NULL},
     {"submitted_ns", T_LONGLONG, offsetof(AoOperation, submitted_ns), 0, NULL},
     {"finished_ns", T_LONGLONG, offsetof(AoOperation, finished_ns), READONLY, NULL},

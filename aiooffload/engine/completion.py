@@ -150,6 +150,8 @@ class Completion:
         Told when the driver says that the device is gone.
     warm_up
         Makes driver calls that change nothing, before a completion that was slept for.
+    mark_all
+        Enqueues the marks that are missing, before a sleep that they have to end.
     """
 
     def __init__(
@@ -163,8 +165,10 @@ class Completion:
         on_flight: Callable[[], None],
         on_lost: Callable[[DeviceLostError], None],
         warm_up: Callable[[], None] = lambda: None,
+        mark_all: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
+        self._mark_all = mark_all
         self._warm_up = warm_up
         self._on_flight = on_flight
         self._on_lost = on_lost
@@ -272,6 +276,10 @@ class Completion:
             called_ns, gap_ns = self.calls.called_ns, self.calls.gap_ns
         now, due_ns = now_ns(), board.due_ns()
         decision = self.policy.decide(now, board.in_flight, board.progress_ns, due_ns, called_ns, gap_ns)
+        if board.unmarked and (decision.wake is not Wake.LOOK or now - board.progress_ns > _COLD_NS):
+            self._mark_all()
+            self.notice()
+            return
         if decision.wake is Wake.LOOK:
             self.notice()
         elif decision.wake is Wake.NAP:

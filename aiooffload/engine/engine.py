@@ -30,7 +30,7 @@ from aiooffload.engine.copies import (
 from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
 from aiooffload.engine.host_functions import check_outside
 from aiooffload.engine.host_tasks import HostTasks
-from aiooffload.engine.lanes import Lane, Lanes, dependency_failure
+from aiooffload.engine.lanes import Lane, Lanes
 from aiooffload.engine.launches import Kernels
 from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.mapping import Arena, Mapping
@@ -43,6 +43,7 @@ from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, UsageE
 from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
 from aiooffload.rules import wire
+from aiooffload.rules.scheduler import dependency_failure
 from aiooffload.rules.wake import WakeMode, WakePolicy
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Engine:
     executor
         Worker threads for what would hold the loop up; the engine shuts them down.
     lanes
-        How many lanes.
+        How many lanes there are of each priority; 0 is among them.
     wake
         ``"hybrid"``, ``"interrupt"`` or ``"poll"``.
     program_order
@@ -89,7 +90,7 @@ class Engine:
         device: Device,
         executor: ThreadPoolExecutor,
         *,
-        lanes: int,
+        lanes: dict[int, int],
         wake: WakeMode,
         program_order: bool,
         max_pending: int,
@@ -114,7 +115,7 @@ class Engine:
         self._drains: list[asyncio.Future[None]] = []
         self.memory: Final = Memory(device, self.loop, self, self.lose)
         self.board: Final = Board()
-        words = self.memory.register((lanes + 3) * _WORD_STRIDE)
+        words = self.memory.register((sum(lanes.values()) + 3) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
         self.launcher: Final = Launcher(self.board, self.loop, self, Operation, self.completion.notice, self._refused)
         self.reverse: Final = Reverse(
@@ -150,8 +151,8 @@ class Engine:
             self._warn_stall,
         )
 
-    def _make_lanes(self, count: int, depth: int, words: RegisteredMemory, max_pending: int) -> None:
-        device, properties = self.device, self.device.properties
+    def _make_lanes(self, counts: dict[int, int], depth: int, words: RegisteredMemory, max_pending: int) -> None:
+        device, properties, count = self.device, self.device.properties, sum(counts.values())
         self._bell = bell = words.word(0)
         self._monitor = device.create_stream()
         self._idle_stream = device.create_stream()
@@ -168,26 +169,36 @@ class Engine:
             self._on_flight,
             self.lose,
             self._warm_up,
+            lambda: self.lanes.mark_all(),
         )
+        # The launch path takes the first ones.
+        priorities = [priority for priority in sorted(counts, key=bool) for _ in range(counts[priority])]
+        groups = {p: (first := priorities.index(p), first + counts[p]) for p in counts}
         try:
-            lanes = [self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth) for i in range(count)]
+            lanes = [
+                self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth, priority, apart=priority != 0)
+                for i, priority in enumerate(priorities)
+            ]
         except BaseException:
             self.completion.stop(lost=False)
             for memory in self.memory.close():
                 device.unregister(memory)
             raise
-        self.lanes = Lanes(self.board, lanes, self.completion, max_pending, self.lose, self._check_drained)
+        self.lanes = Lanes(self.board, lanes, groups, self.completion, max_pending, self.lose, self._check_drained)
 
-    def _make_lane(self, index: int, slot: Word, bell: Word, depth: int, *, apart: bool = False) -> Lane:
-        stream = self.device.create_stream()
+    def _make_lane(
+        self, index: int, slot: Word, bell: Word, depth: int, priority: int = 0, *, apart: bool = False
+    ) -> Lane:
+        stream = self.device.create_stream(priority)
         stream.bind_marks(slot, bell)
-        lane = Lane(index, stream, self.board.add(slot, depth, apart=apart), self.device.create_event())
+        queue = self.board.add(slot, depth, apart=apart)
+        lane = Lane(index, stream, queue, self.device.create_event(), priority)
         lane.queue.attach(stream, lane)
         return lane
 
     async def _open_channel(self) -> Opened:
         """Make the memory and the lanes for kernels that call; none of it waits for what is in flight."""
-        register, first = self.memory.register, len(self.lanes.lanes)
+        register = self.memory.register
         shared = await self.offload(register, wire.SHARED_NBYTES)
         words = await self.offload(register, (self._calling_lanes + 2) * _WORD_STRIDE)
         state = self.memory.empty(wire.STATE_NBYTES, np.uint8)
@@ -197,6 +208,8 @@ class Engine:
         await cleared
         if self.lost is not None and self.refusal is not None:  # closing is no reason: what was submitted still runs
             raise self.refusal()
+
+        first = len(self.lanes.lanes)
 
         def lane(i: int, depth: int) -> Lane:
             made = self._make_lane(first + i, words.word(i * _WORD_STRIDE), self._bell, depth, apart=True)
@@ -307,6 +320,10 @@ class Engine:
                 "asyncio.run_coroutine_threadsafe(coroutine, loop)"
             )
 
+    def want_mark(self, operation: Operation[Any]) -> None:
+        """Somebody waits for ``operation``, which has no mark of its own."""
+        self.lanes.want_mark(operation)
+
     def fail_dependent(self, operation: Operation[Any]) -> None:
         """The mark of ``operation`` arrived, and something it came after has failed meanwhile."""
         operation.finish(failure=dependency_failure(operation))
@@ -390,6 +407,7 @@ class Engine:
         while not self.quiet:
             future = self.loop.create_future()
             self._drains.append(future)
+            self.lanes.mark_all()
             self.completion.attention = True
             await future
 
@@ -430,6 +448,7 @@ class Engine:
     def pause(self, idle: Callable[[], None]) -> None:
         """Maintenance begins: see ``maintenance.Participant``."""
         self._look()
+        self.lanes.mark_all()
         self._idle_calls.append(idle)
         self.lanes.pauses += 1
         self.settle_pauses()
@@ -447,6 +466,7 @@ class Engine:
         if not self.lanes.pauses or barrier.calling:
             return
         self.board.paused = self.lanes.pauses
+        self.lanes.mark_all()
         if self.board.in_flight:
             self.completion.attention = True
         else:

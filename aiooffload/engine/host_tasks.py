@@ -11,9 +11,10 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from aiooffload.engine.lanes import Lanes, dependency_failure
+from aiooffload.engine.lanes import Lanes
 from aiooffload.errors import UsageError
 from aiooffload.operation import Operation
+from aiooffload.rules.scheduler import dependency_failure
 
 if TYPE_CHECKING:
     from contextvars import Context

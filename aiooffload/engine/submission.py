@@ -13,12 +13,13 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiooffload.engine.host_functions import waiting_launches
-from aiooffload.engine.lanes import Lane, Lanes, dependency_error, waits_for
+from aiooffload.engine.lanes import Lane, Lanes
 from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
 from aiooffload.errors import DeviceLostError, OffloadTimeout, UsageError, WouldBlock
 from aiooffload.kernel import Kernel
 from aiooffload.operation import Operation
 from aiooffload.rules.ordering import unfinished
+from aiooffload.rules.scheduler import dependency_error, waits_for
 
 if TYPE_CHECKING:
     from contextvars import Context
@@ -41,6 +42,8 @@ class Terms(NamedTuple):
     lane: Lane | None = None
     instant: bool = False
     timeout_s: float | None = None
+    priority: int = 0
+    coarse: bool = False
 
 
 class Submission:
@@ -126,6 +129,8 @@ class Submission:
             return operation, terms
         if terms.lane is not None:
             raise UsageError(f"kernel {kernel.name} calls host functions: such launches have lanes of their own")
+        if terms.coarse:
+            raise UsageError(f"kernel {kernel.name} calls host functions: such launches are not coarse")
         operation.calling = 1
         operation.arrival = self._reverse.arrived
         if waiting_launches():
@@ -215,18 +220,18 @@ class Submission:
         was changed, or not at all.
         """
         self._check_open()
-        after, lane, instant, timeout_s = terms
+        after, lane, instant, timeout_s, priority, coarse = terms
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
+        operation.coarse = coarse
+        operation.priority = priority
         self._lanes.check_lane(operation, lane)
         ordered = uses if self._program_order else ()
         deps = [dep for memory, writes in ordered for dep in memory.history.conflicts(writes)]
         requires, awaited = self._sort_after(after)
         deps += unfinished(requires)
         self._check_no_deadlock(operation, deps)
-        if instant and awaited:
-            raise WouldBlock("it comes after something that only the host can wait for")
-        self._lanes.check_room(operation, instant, deps, lane)
+        self._lanes.check_room(operation, instant, deps, lane, bool(awaited))
         for memory, writes in ordered:
             memory.history.record(operation, writes)
         # dict: one operation may be in the way for several reasons and must hold only once.
@@ -239,6 +244,7 @@ class Submission:
         for awaitable in awaited:
             self._hold_for(operation, awaitable)
         self._lanes.place(operation, lane)
+        operation.instant = operation.queue is not None
 
     def _check_no_deadlock(self, operation: Operation[Any], deps: Sequence[Operation[Any]]) -> None:
         """Refuse what a host function submits behind the very launch that waits for it."""

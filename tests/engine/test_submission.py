@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import aiooffload as ao
-from aiooffload.engine.lanes import waits_for
+from aiooffload.rules.scheduler import waits_for
 from aiooffload.engine.submission import Terms
 from aiooffload.operation import Operation
 from tests.kernels import add, turns
@@ -46,7 +46,7 @@ async def test_waits_for_sees_each_once() -> None:
 
 def test_terms_by_default() -> None:
     """An operation may run at any time, anywhere, and as late as it has to."""
-    assert Terms() == ((), None, False, None)
+    assert Terms() == ((), None, False, None, 0, False)
 
 
 async def test_refused_launch_of_a_kernel_that_calls_does_nothing(device_label: str) -> None:

@@ -1,0 +1,512 @@
+"""The scheduler: which operation goes to which lane, when, and what waits on the host meanwhile.
+
+It takes events (submitted, released, arrived, stopped, lost) and decides; a subclass carries out
+what it decides (:class:`aiooffload.engine.lanes.Lanes` does it on streams). An operation goes
+through these states::
+
+    held      something it needs is not on the device: a dependency that waits itself, a kernel's
+              load, an awaitable
+    waiting   on its lane, which is full, paused, or has others waiting
+    started   on the device, in the order of its lane; or in the hands of the host (a host task, a
+              copy that goes piece by piece)
+    finished
+
+Order on the device costs nothing on one lane, and an event between two. So an operation whose
+unfinished dependencies all sit on one lane goes there, and any other to the least busy lane of its
+priority. What only the host can wait for (a host task, a gate, a launch whose kernel calls) holds
+what comes after it on the host.
+
+The first lanes take any operation of the ordinary priority; then come those of other priorities,
+and those with a purpose of their own: calling lanes, the lanes of mapped arguments, and streams of
+somebody else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from aiooffload.errors import DependencyError, UsageError, WouldBlock
+from aiooffload.rules.ordering import unfinished
+
+__all__ = ["Board", "Line", "Queue", "Scheduler", "Work", "dependency_error", "dependency_failure", "waits_for"]
+
+
+class Queue(Protocol):
+    """What a lane has on the device."""
+
+    @property
+    def in_flight(self) -> int:
+        """Operations on the device."""
+
+    @property
+    def depth(self) -> int:
+        """How many it takes at a time."""
+
+    load: int
+    """Operations that wait on the host for this lane."""
+    reserved: bool
+    """Whether it takes only what names it."""
+
+
+class Board(Protocol):
+    """The queues of all lanes."""
+
+    pending: int
+    """Operations that are held or waiting."""
+    paused: int
+    """Why nothing starts: barriers that are up, and operations that are being put together."""
+
+    def pick(self, first: int, last: int, /) -> int:
+        """Return the index of the least busy lane of a range that is not reserved."""
+
+
+class Work(Protocol):
+    """An operation, as far as the scheduler reads and writes it."""
+
+    name: str
+    lane: Any
+    """The lane it is on or is bound for; None while that is open."""
+    deps: Any
+    """What must come before it on the device, as a list; None once it is there."""
+    requires: Any
+    """Those whose failure is its failure."""
+    followers: Any
+    """What is held until this one is on the device, or done."""
+    steps: Any
+    prepared: Any
+    keep: Any
+    holds: int
+    """How many things keep it on the host."""
+    stop: BaseException | None
+    """What it ends with if it can be stopped."""
+    calling: int
+    """Its kernel calls host functions: 1, or 2 if a host function launched it."""
+    priority: int
+    streamed: bool
+    """It goes piece by piece: the order of its lane alone does not put others after it."""
+    gate: bool
+    """What comes after it on its lane waits behind it on the host."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the device no longer touches its memory."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What it failed with."""
+
+    @property
+    def queue(self) -> Any:
+        """The queue that it is or was on; None before."""
+
+    def finish(self, result: Any = None, failure: BaseException | None = None) -> bool:
+        """End it."""
+
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
+        """Call ``fn`` once it is finished."""
+
+
+_W = TypeVar("_W", bound=Work)
+_AWAITS: Final = "it comes after something that only the host can wait for"
+
+
+class Line(Generic[_W]):
+    """A lane: what it has on the device, and what waits for it."""
+
+    __slots__ = ("adopted", "index", "priority", "queue", "waiting")
+
+    def __init__(self, index: int, queue: Queue, priority: int = 0, adopted: bool = False) -> None:
+        self.index: Final = index
+        self.queue = queue
+        self.priority: Final = priority
+        # A stream of somebody else's: what is kept on the host would come after what its owner enqueues.
+        self.adopted: Final = adopted
+        # In submission order; the first is not finished, and waits because the queue is full, a
+        # barrier is up, or it is a gate.
+        self.waiting: deque[_W] = deque()
+
+    def drop_finished(self) -> None:
+        """Drop what was stopped while it waited, from both ends.
+
+        What is stopped in the middle stays until flush() gets there: a search for each would make
+        stopping ten thousand quadratic.
+        """
+        while self.waiting and self.waiting[0].finished:
+            self.waiting.popleft()
+        while self.waiting and self.waiting[-1].finished:
+            self.waiting.pop()
+
+
+_L = TypeVar("_L", bound=Line[Any])
+
+
+class Scheduler(Generic[_W, _L]):
+    """Decides for one device. None of its methods waits.
+
+    Parameters
+    ----------
+    board
+        Counts what waits, and picks the least busy lane.
+    lanes
+        All lanes, by index; more may be appended.
+    groups
+        By priority: the range of indices of the lanes that take any operation of that priority.
+    max_pending
+        How many operations may wait on the host.
+    """
+
+    def __init__(self, board: Board, lanes: list[_L], groups: dict[int, tuple[int, int]], max_pending: int) -> None:
+        self._board = board
+        self.lanes: Final = lanes
+        self.groups: Final = groups
+        # Lanes for launches whose kernels call, and streams of somebody else's, among `lanes`.
+        self.calling: list[_L] = []
+        self.adopted: list[_L] = []
+        # Barriers that were asked for: no launch that calls starts while there is one, except those of
+        # host functions. Once no such launch is on the device, `board.paused` holds up all others, too.
+        self.pauses = 0
+        self.max_pending: Final = max_pending
+        self.held: dict[_W, None] = {}
+        # Operations that use no lane and have not started, each with what starts it.
+        self.on_host: dict[_W, Callable[[], None]] = {}
+        # board.pending counts the held and the waiting ones, board.paused the barriers up; they
+        # live there because the launch path looks at them.
+        # Released and not started yet; emptied before release() returns to whoever is outermost.
+        self._ready: deque[_W] = deque()
+        self._starting = False
+        # Set by abandon(): what everything ends with from then on.
+        self.dead: BaseException | None = None
+
+    # -- what a subclass carries out -------------------------------------------------------
+
+    def _start(self, operation: _W, lane: _L, waits: list[_W]) -> None:
+        """Put it on the device behind ``waits``, which are there, on other lanes. Raises nothing: it fails the operation."""
+        raise NotImplementedError
+
+    def _on_room(self) -> None:
+        """Fewer operations wait on the host."""
+
+    def _on_finished(self) -> None:
+        """An operation ended on the host, without a mark."""
+
+    # -- submission ------------------------------------------------------------------------
+
+    def check_room(
+        self, operation: _W, instant: bool, deps: Iterable[_W], lane: _L | None, awaits: bool = False
+    ) -> None:
+        """Raise WouldBlock if it would have to wait on the host and may not; changes nothing.
+
+        It may not if ``instant``, on a stream of somebody else's, and where ``max_pending`` others do.
+        What can start at once needs no room: nobody's flood keeps others from their own lanes.
+        ``awaits``: it comes after an awaitable.
+        """
+        full = self._board.pending >= self.max_pending
+        if not (instant or full or (lane is not None and lane.adopted)):
+            return
+        obstacle = _AWAITS if awaits or operation.holds else self._obstacle(operation, deps, lane)
+        if obstacle is None:
+            return
+        if instant:
+            raise WouldBlock(obstacle)
+        if full:
+            raise WouldBlock(
+                f"{self._board.pending} operations wait on the host (max_pending), and {obstacle}; await off.room()"
+            )
+        raise WouldBlock(f"{obstacle}, and on a stream that is not ours nothing waits on the host")
+
+    def _obstacle(self, operation: _W, deps: Iterable[_W], lane: _L | None) -> str | None:
+        """Return why it would wait on the host, None if it would not."""
+        if operation.streamed:
+            return "it goes piece by piece"
+        waiting = next((dep for dep in deps if _needs_host(dep)), None)
+        if waiting is not None:
+            return f"it comes after {waiting!r}, which only the host can wait for"
+        if operation in self.on_host:
+            return None
+        if self._is_paused(operation):
+            return "maintenance is going on"
+        target = lane or self._home(operation, deps) or self._pick(operation)
+        if target.waiting or target.queue.in_flight >= target.queue.depth:
+            return f"lane {target.index} is full"
+        return None
+
+    def check_lane(self, operation: _W, lane: _L | None) -> None:
+        """Raise UsageError if ``lane``, or the priority without one, is none that ``operation`` may use."""
+        if lane is None and operation.priority not in self.groups:
+            there = ", ".join(map(str, sorted(self.groups)))
+            raise UsageError(f"there are no lanes of priority {operation.priority}; there are: {there}")
+        if lane is not None and not any(lane is one for one in (self.calling if operation.calling else self._named())):
+            raise UsageError(f"{lane!r} is not a lane of this Offload: take one of off.lanes")
+
+    def _named(self) -> Iterator[_L]:
+        """The lanes that an operation may name."""
+        yield from self.open
+        yield from self.adopted
+
+    @property
+    def open(self) -> list[_L]:
+        """The lanes that take any operation."""
+        return [lane for first, last in self.groups.values() for lane in self.lanes[first:last]]
+
+    def free_calling_lane(self) -> _L | None:
+        """Return a calling lane on which nothing runs or waits, None if there is none."""
+        return next((lane for lane in self.calling if not lane.waiting and not lane.queue.in_flight), None)
+
+    def place(self, operation: _W, lane: _L | None) -> None:
+        """Send ``operation`` to the device, or keep it on the host until it can go.
+
+        ``operation.deps`` holds what must come before it, ``holds`` what else keeps it.
+        """
+        if self.dead is not None:
+            self.on_host.pop(operation, None)
+            operation.finish(failure=self.dead)
+            return
+        operation.lane = lane
+        for dep in operation.deps or ():
+            if operation in self.on_host:
+                self._hold_until_done(operation, dep)
+            else:
+                self._hold_behind(operation, dep)
+        if operation.gate and operation.holds:
+            assert lane is not None
+            self._wait(operation, lane)
+        elif operation.holds:
+            self.held[operation] = None
+            self._board.pending += 1
+        elif operation in self.on_host:
+            self._ready.append(operation)
+            self._start_ready()
+        else:
+            self._to_lane(operation, self._home_or_pick(operation))
+
+    def _hold_until_done(self, operation: _W, dep: _W) -> None:
+        """Hold ``operation``, which runs on the host, until ``dep`` is done, not only on the device."""
+        operation.holds += 1
+        dep.add_done_callback(lambda _: self.release(operation))
+
+    def _hold_behind(self, operation: _W, dep: _W) -> None:
+        """Hold ``operation`` until ``dep`` is on the device (done, if it calls), unless a lane's order is enough."""
+        if _needs_host(dep) and not self._same_queue(dep, operation):
+            operation.holds += 1
+            if dep.followers is None:
+                dep.followers = []
+            dep.followers.append(operation)
+
+    def _same_queue(self, dep: _W, operation: _W) -> bool:
+        """Whether the order of one lane's waiting operations is enough to put ``dep`` first."""
+        lane = dep.lane
+        if lane is None or dep.streamed or dep.calling or operation.calling or dep in self.held:
+            return False
+        if operation.lane is None and self._joins(operation, lane):
+            if all(other.lane is lane for other in operation.deps or () if not other.finished):
+                operation.lane = lane
+        return operation.lane is lane
+
+    def _joins(self, operation: _W, lane: _L) -> bool:
+        """Whether ``operation``, which names no lane, may go to ``lane``."""
+        first, last = self.groups.get(operation.priority, (0, 0))
+        return first <= lane.index < last and not lane.queue.reserved
+
+    def _home(self, operation: _W, deps: Iterable[_W]) -> _L | None:
+        """The lane on which all unfinished dependencies sit, if it is one and ``operation`` may go there."""
+        if operation.calling:
+            return None
+        home: _L | None = None
+        for dep in deps:
+            if dep.finished:
+                continue
+            if home is not None and dep.lane is not home:
+                return None
+            home = dep.lane
+        return home if home is not None and self._joins(operation, home) else None
+
+    def _home_or_pick(self, operation: _W) -> _L:
+        if operation.lane is not None:
+            chosen: _L = operation.lane
+            return chosen
+        return self._home(operation, operation.deps or ()) or self._pick(operation)
+
+    def _pick(self, operation: _W) -> _L:
+        if operation.calling:
+            first = self.calling[0].index
+            return self.lanes[self._board.pick(first, first + len(self.calling))]
+        return self.lanes[self._board.pick(*self.groups[operation.priority])]
+
+    def _is_paused(self, operation: _W) -> bool:
+        """Whether maintenance keeps it on the host; a host function's launch it has to wait for."""
+        return bool(self.pauses if operation.calling == 1 else self._board.paused)
+
+    def _to_lane(self, operation: _W, lane: _L) -> None:
+        operation.lane = lane
+        if lane.waiting or self._is_paused(operation) or lane.queue.in_flight >= lane.queue.depth:
+            self._wait(operation, lane)
+        else:
+            self._enqueue(operation, lane)
+
+    def _wait(self, operation: _W, lane: _L) -> None:
+        lane.waiting.append(operation)
+        lane.queue.load += 1
+        self._board.pending += 1
+
+    def _enqueue(self, operation: _W, lane: _L) -> None:
+        """Start it. A failure here is the operation's, wherever it was submitted from."""
+        failure = self.dead or dependency_failure(operation)
+        if failure is not None:
+            self._finish_unstarted(operation, failure)
+            return
+        self._start(operation, lane, [dep for dep in unfinished(operation.deps or ()) if dep.lane is not lane])
+        if operation.finished or (operation.queue is not None and not operation.calling):
+            self.release_followers(operation)
+
+    # -- progress --------------------------------------------------------------------------
+
+    def release(self, operation: _W) -> None:
+        """One thing that held ``operation`` on the host is over."""
+        operation.holds -= 1
+        if operation.holds:
+            return
+        if operation in self.held:
+            del self.held[operation]
+            self._board.pending -= 1
+            self._ready.append(operation)
+            self._start_ready()
+        elif operation.gate and not operation.finished and operation.queue is None:
+            self._flush_lane(operation.lane)
+            self._on_room()
+
+    def _start_ready(self) -> None:
+        """Send what nothing holds any more; starting one may release the next, in a chain of any length."""
+        if self._starting:
+            return
+        self._starting = True
+        try:
+            while self._ready:
+                operation = self._ready.popleft()
+                if operation.finished:
+                    continue
+                start = self.on_host.pop(operation, None)
+                if operation.stop is not None:
+                    self._finish_unstarted(operation, operation.stop)
+                elif start is not None:
+                    start()
+                else:
+                    self._to_lane(operation, self._home_or_pick(operation))
+        finally:
+            self._starting = False
+        self._on_room()
+
+    def release_followers(self, operation: _W) -> None:
+        """``operation`` is on the device or done: what was held for it may go."""
+        followers, operation.followers = operation.followers, None
+        # One that never ran leaves what it had to come after to those who came after it.
+        inherited = operation.deps if operation.finished else None
+        for follower in followers or ():
+            for dep in inherited or ():
+                if follower.deps is not None and dep not in follower.deps:
+                    follower.deps.append(dep)
+                    self._hold_behind(follower, dep)
+            self.release(follower)
+
+    def flush(self) -> None:
+        """Send what fits; called after every progress while something is pending."""
+        for lane in self.lanes:
+            if lane.waiting:
+                self._flush_lane(lane)
+        self._on_room()
+
+    def _flush_lane(self, lane: _L) -> None:
+        while lane.waiting and lane.queue.in_flight < lane.queue.depth and not self._board.paused:
+            operation = lane.waiting[0]
+            if self.dead is not None or ((self._is_paused(operation) or operation.holds) and not operation.finished):
+                break
+            lane.waiting.popleft()
+            if operation.finished:  # stopped while it waited, and counted then
+                continue
+            lane.queue.load -= 1
+            self._board.pending -= 1
+            self._enqueue(operation, lane)
+
+    # -- stopping --------------------------------------------------------------------------
+
+    def stop(self, operation: _W, failure: BaseException) -> None:
+        """End ``operation`` with ``failure`` if it is still on the host."""
+        operation.stop = failure
+        if operation.finished or operation.queue is not None:
+            return
+        if operation in self.held:
+            del self.held[operation]
+            self.on_host.pop(operation, None)
+        elif operation in self._ready or operation.lane is None or (operation.streamed and operation.steps is None):
+            return  # about to start, or going piece by piece: whoever does that sees `stop`
+        else:
+            operation.lane.queue.load -= 1
+        self._board.pending -= 1
+        self._finish_unstarted(operation, failure)
+        if operation.lane is not None:
+            operation.lane.drop_finished()
+            if operation.gate:
+                self._flush_lane(operation.lane)
+
+    def _finish_unstarted(self, operation: _W, failure: BaseException) -> None:
+        operation.deps = unfinished(operation.deps or ()) or None
+        for dep in operation.deps or ():  # it stands for them in histories, which hold it weakly
+            dep.keep = (dep.keep, operation)
+        operation.prepared = operation.steps = None
+        operation.finish(failure=failure)
+        self.release_followers(operation)
+        self._on_room()
+        self._on_finished()
+
+    def abandon(self, failure: BaseException) -> list[_W]:
+        """Fail everything on the host, because the device is gone; returns it."""
+        self.dead = failure
+        waiting = [*self.held, *self._ready, *(operation for lane in self.lanes for operation in lane.waiting)]
+        self.held.clear()
+        self.on_host.clear()
+        self._ready.clear()
+        for lane in self.lanes:
+            lane.waiting.clear()
+            lane.queue.load = 0
+        self._board.pending = 0
+        for operation in waiting:
+            operation.finish(failure=failure)
+        self._on_room()
+        return waiting
+
+
+def _needs_host(dep: Work) -> bool:
+    """Whether only the host can wait for ``dep``: it is not on the device yet, or its kernel calls."""
+    return not dep.finished and (dep.queue is None or dep.calling != 0)
+
+
+def waits_for(deps: Iterable[_W], launch: _W) -> bool:
+    """Whether one of ``deps`` is ``launch``, or waits on the host for something that comes after it."""
+    ahead, seen = list(deps), set()
+    while ahead:
+        dep = ahead.pop()
+        if dep is launch:
+            return True
+        if dep not in seen and dep.queue is None and not dep.finished:
+            seen.add(dep)
+            ahead += dep.deps or ()
+    return False
+
+
+def dependency_failure(operation: Work) -> DependencyError | None:
+    """Return the failure of an operation of which something named in ``after`` has failed, or None."""
+    for dep in operation.requires or ():
+        if dep.failure is not None:
+            return dependency_error(f"{dep.name}, which {operation.name} came after,", dep.failure)
+    return None
+
+
+def dependency_error(what: str, cause: BaseException) -> DependencyError:
+    """Return the failure of an operation that did not start because ``what`` failed."""
+    root = cause
+    while isinstance(root, DependencyError) and root.__cause__ is not None:
+        root = root.__cause__
+    error = DependencyError(f"{what} failed: {root!r}")
+    error.__cause__ = cause
+    return error
