@@ -9,7 +9,8 @@ import os
 import warnings
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
@@ -296,7 +297,9 @@ class Offload:
                 return operation
         engine = self._open_engine()
         geometry = (grid, block, shared_bytes, cluster, cooperative)
-        return engine.submission.launch(kernel, geometry, args, Terms(after, lane, instant, timeout_s, priority, coarse))
+        return engine.submission.launch(
+            kernel, geometry, args, Terms(after, lane, instant, timeout_s, priority, coarse)
+        )
 
     def host_task(
         self, function: Callable[[], Coroutine[Any, Any, _T]], *, after: Iterable[After] = ()
@@ -331,6 +334,187 @@ class Offload:
         *Cancellation.* ``op.cancel()`` cancels the coroutine.
         """
         return self._open_engine().submission.host_task(function, after)
+
+    def custom_operation(
+        self,
+        function: Callable[[Lane], _T],
+        *,
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+        priority: int = 0,
+        instant: bool = False,
+    ) -> Operation[_T]:
+        """Submit a function that enqueues work of another library on a lane, and return at once.
+
+        Parameters
+        ----------
+        function
+            Called as ``function(lane)``, on the loop's thread, when its turn comes (at once, unless
+            something is waited for on the host), with the device's context current. It enqueues on
+            ``lane.handle``; ``lane`` is a stream to libraries that know ``__cuda_stream__``. It must not
+            block, and what it submits to this Offload waits on the host until it has returned.
+        after, lane, priority, instant
+            As for :meth:`launch`. What other operations share with it is not known: order it by
+            ``after`` and by naming it there.
+
+        Returns
+        -------
+        Operation
+            Awaits to what ``function`` returned, when all that it has enqueued is done. What it enqueued
+            on other streams does not count: see :meth:`order` and :meth:`completion`.
+
+        Raises
+        ------
+        UsageError
+            ``function`` is a coroutine function. Nothing was submitted.
+        WouldBlock
+            As for :meth:`launch`.
+
+        Notes
+        -----
+        *Failure.* If it raises, the operation fails with that, once what it had enqueued is done.
+        *Source.* AdaptiveCpp's ``custom_operation`` is its model.
+        """
+        return self._open_engine().submission.custom(function, Terms(after, lane, instant, None, priority))
+
+    def launch_graph(
+        self,
+        graph: Any,
+        *,
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+        priority: int = 0,
+        instant: bool = False,
+    ) -> Operation[None]:
+        """Submit one replay of a CUDA graph and return at once; awaits to None.
+
+        Parameters
+        ----------
+        graph
+            An instantiated graph: what cuda.core's ``GraphBuilder.complete()`` returns, or a
+            ``CUgraphExec``. It is held until the replay is done.
+        after, lane, priority, instant
+            As for :meth:`launch`. The buffers of its nodes are not known: order it by ``after``.
+
+        Raises
+        ------
+        UsageError
+            It is no graph, or the device is the host.
+
+        Notes
+        -----
+        *Ordering.* The driver runs replays of one graph one after the other, whatever their lanes.
+        *Source.* CUDA C++ Programming Guide, "CUDA Graphs"; cuGraphLaunch.
+        """
+        return self._open_engine().submission.graph(graph, Terms(after, lane, instant, None, priority))
+
+    def gate(
+        self, awaitable: Awaitable[Any], *, lane: Lane, after: Iterable[After] = (), timeout_s: float = 30.0
+    ) -> Operation[None]:
+        """Hold what is submitted to ``lane`` from now on until ``awaitable`` is done; awaits to None.
+
+        Parameters
+        ----------
+        awaitable
+            A future, a task, a coroutine, another operation: a result that later work on the lane needs.
+        lane
+            One of ``off.lanes``. Its later work waits on the host; nothing waits on the device.
+        after
+            As for :meth:`launch`.
+        timeout_s
+            After so many seconds the gate fails with OffloadTimeout: what opens it may wait, by a
+            way round, for something that stands behind it.
+
+        Notes
+        -----
+        *Failure.* If ``awaitable`` fails, or the time is over, the gate fails, with it what names it in
+        ``after``, and the rest of the lane goes on. ``cancel()`` opens it the same way.
+        """
+        return self._open_engine().submission.gate(awaitable, lane, after, timeout_s)
+
+    # -- streams of others -----------------------------------------------------------------
+
+    def adopt(self, stream: Any, *, owner: object = None) -> Lane:
+        """Return a lane that is a stream of somebody else, to launch and copy on.
+
+        Parameters
+        ----------
+        stream
+            Anything with ``__cuda_stream__`` (of cuda.core, CuPy, torch), or a handle. 0 and 1 are the
+            legacy default stream of the device, 2 is the calling thread's. A lane of this Offload is
+            returned as it is.
+        owner
+            What keeps the stream alive, besides ``stream`` itself; held until the lane is released.
+
+        Returns
+        -------
+        Lane
+            To be given as ``lane=``. It is never picked by itself. ``lane.release()`` ends the adoption.
+
+        Raises
+        ------
+        UsageError
+            It is no stream, belongs to another context, or is capturing a graph.
+
+        Notes
+        -----
+        *Ordering.* Operations on it are enqueued at once, among what its owner enqueues, or refused
+        with WouldBlock: nothing is kept on the host. It is never destroyed and never synchronised.
+        *Capture.* While the stream captures a graph, submitting to it raises UsageError.
+        *Source.* The ``__cuda_stream__`` protocol is described in the documentation of cuda.core.
+        """
+        engine = self._open_engine()
+        engine.check_open()
+        return engine.adoptions.adopt(stream, owner)
+
+    def completion(self, stream: Any) -> Operation[None]:
+        """Return an operation that is done when everything on ``stream`` so far is; awaits to None.
+
+        Parameters and errors as for :meth:`adopt`. Nothing of the stream waits for it.
+        """
+        return self._open_engine().submission.completion(stream)
+
+    def order(self, stream: Any, *, after: Iterable[After]) -> None:
+        """Let the later work of ``stream`` wait, on the device, for operations.
+
+        Parameters
+        ----------
+        stream
+            As for :meth:`adopt`.
+        after
+            Operations that are on the device or done.
+
+        Raises
+        ------
+        WouldBlock
+            One of them waits on the host, or its kernel calls host functions: await it.
+        """
+        self._open_engine().submission.order(stream, after)
+
+    @asynccontextmanager
+    async def lease(self, *, priority: int = 0) -> AsyncIterator[Lane]:
+        """Have a lane to oneself: ``async with off.lease() as lane``.
+
+        Parameters
+        ----------
+        priority
+            Of the lane.
+
+        Notes
+        -----
+        While it is leased, only operations that name it go there; those that name none use the others.
+        What is on the lane already, and what is left there at the end, completes as usual. One lane of
+        each priority stays with all others, so a lease waits while no second one is free.
+
+        Raises
+        ------
+        UsageError
+            There is only one lane of that priority, or none.
+        """
+        engine = self._open_engine()
+        engine.check_open()
+        async with engine.lanes.lease(priority, engine.check_open) as lane:
+            yield lane
 
     async def load(self, *kernels: Kernel) -> None:
         """Compile and load kernels up front, so that their first launch does not wait.

@@ -4,10 +4,11 @@
  * that takes the interpreter (Python callbacks through cuLaunchHostFunc do) could otherwise hold
  * a lock of the driver while it waits for the thread that waits for the driver.
  *
- * But for copies no context is made current: a call on a stream takes the stream's (measured on driver
- * 580 with no context, and with another one, current), and making one current twice per launch would
- * cost more than the rest of this file. With the context of another GPU current, copies alone fail. Calls that a capturing thread must not make run with its capture mode
- * relaxed. Both leave the caller's thread as it was found.
+ * No context is made current, but for copies and for the default streams: a call on a stream takes the
+ * stream's (measured on driver 580 with no context, and with another one, current), and making one
+ * current twice per launch would cost more than the rest of this file. With the context of another GPU
+ * current, copies alone fail; a default stream is that of the current context. Calls that a capturing
+ * thread must not make run with its capture mode relaxed. Both leave the caller's thread as it was found.
  *
  * The wake is `wake_by_eventfd` below: it runs on a thread of the driver's, at an unknown time,
  * possibly while any other thread holds the interpreter or any lock. One write(2) is all it does.
@@ -42,6 +43,7 @@
     X(event_destroy, "cuEventDestroy_v2", (void *))                                                                    \
     X(stream_wait_event, "cuStreamWaitEvent", (void *, void *, unsigned))                                              \
     X(stream_query, "cuStreamQuery", (void *))                                                                         \
+    X(stream_is_capturing, "cuStreamIsCapturing", (void *, int *))                                                     \
     X(stream_destroy, "cuStreamDestroy_v2", (void *))
 
 #define DECLARE(name, symbol, parameters) int(*name) parameters;
@@ -50,7 +52,8 @@ static struct { ENTRY_POINTS(DECLARE) } cu; /* all set once cuda_initialise() re
 
 static PyObject *make_error; /* (entry point: str, status: int) -> exception; set with cu */
 
-enum { NOT_READY = 600, EVENT_DISABLE_TIMING = 2, WAIT_GEQ = 0, CAPTURE_RELAXED = 2 };
+enum { NOT_READY = 600, CAPTURE_IMPLICIT = 906, EVENT_DISABLE_TIMING = 2, WAIT_GEQ = 0, CAPTURE_RELAXED = 2 };
+enum { LEGACY_STREAM = 1, PER_THREAD_STREAM = 2 }; /* handles of the default streams */
 
 /* CUstreamBatchMemOpParams, the writeValue member; the union is 48 bytes. */
 typedef union {
@@ -206,21 +209,43 @@ typedef struct {
     PyObject_HEAD
     void *stream;             /* NULL once closed */
     void *context;            /* the stream's */
+    char owned;               /* close() destroys it */
+    char is_default;          /* it is the current context's, whichever that is */
     memop marks[2];           /* slot then bell: a reader that sees the bell sees the slot */
     PyObject *slot, *bell;    /* keep the words alive; NULL until bind_marks() */
 } CudaStream;
 
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"handle", "context", NULL};
+    static char *names[] = {"handle", "context", "owned", NULL};
     unsigned long long handle, context;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK:CudaStream", names, &handle, &context)) return NULL;
+    int owned = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KK|p:CudaStream", names, &handle, &context, &owned)) return NULL;
     if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
     CudaStream *self = (CudaStream *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->stream = (void *)(uintptr_t)handle;
     self->context = (void *)(uintptr_t)context;
+    self->owned = (char)owned;
+    self->is_default = handle == LEGACY_STREAM || handle == PER_THREAD_STREAM;
     return (PyObject *)self;
 }
+
+/* A pair around calls on the stream, which may be the current context's. */
+static int enter(const CudaStream *self) { return self->is_default ? cu.ctx_push(self->context) : 0; }
+static void leave(const CudaStream *self) {
+    void *ours;
+    if (self->is_default) cu.ctx_pop(&ours);
+}
+
+/* Runs CALL on the stream `self` without the interpreter and leaves its CUresult in `status`. */
+#define ON_STREAM(CALL)                                                                                                \
+    Py_BEGIN_ALLOW_THREADS;                                                                                            \
+    status = enter(self);                                                                                              \
+    if (!status) {                                                                                                     \
+        status = CALL;                                                                                                 \
+        leave(self);                                                                                                   \
+    }                                                                                                                  \
+    Py_END_ALLOW_THREADS
 
 /* A closed stream's handle is NULL, which the driver takes for the legacy default stream. */
 static int is_closed(const CudaStream *self) {
@@ -271,6 +296,13 @@ static int launch(CudaStream *self, AoPlan *plan, void **parameters) {
                      plan->block[2], plan->shared_bytes, self->stream, parameters, NULL);
 }
 
+/* The launch's status; that of its mark goes into `marked`. */
+static int launch_marked(CudaStream *self, AoPlan *plan, void **parameters, uint64_t sequence, int *marked) {
+    int status = launch(self, plan, parameters);
+    if (!status && sequence) *marked = mark(self, sequence);
+    return status;
+}
+
 /* Points parameters[i] into a block made by pack(); -1 with an exception if it is not one. */
 static int unpack(PyObject *prepared, void **parameters, uint32_t capacity) {
     if (!PyBytes_Check(prepared)) {
@@ -295,10 +327,7 @@ int ao_cuda_enqueue_kernel(PyObject *stream, AoPlan *plan, PyObject *prepared, u
     void *parameters[MAX_PARAMETERS];
     int status, marked = 0;
     if (is_closed(self) || unpack(prepared, parameters, MAX_PARAMETERS) < 0) return -1;
-    Py_BEGIN_ALLOW_THREADS;
-    status = launch(self, plan, parameters);
-    if (!status && sequence) marked = mark(self, sequence);
-    Py_END_ALLOW_THREADS;
+    ON_STREAM(launch_marked(self, plan, parameters, sequence, &marked));
     if (status) fail(plan->cooperative || plan->cluster[0] ? "cuLaunchKernelEx" : "cuLaunchKernel", status);
     else if (marked) fail("cuStreamBatchMemOp", marked);
     return status || marked ? -1 : 0;
@@ -319,7 +348,7 @@ static PyObject *stream_enqueue_mark(CudaStream *self, PyObject *value) {
     uint64_t sequence = PyLong_AsUnsignedLongLong(value);
     int status;
     if (PyErr_Occurred() || is_closed(self)) return NULL;
-    WITHOUT_INTERPRETER(mark(self, sequence));
+    ON_STREAM(mark(self, sequence));
     return none_or_fail("cuStreamBatchMemOp", status);
 }
 
@@ -328,7 +357,7 @@ static PyObject *stream_enqueue_write(CudaStream *self, PyObject *args) {
     unsigned long long value;
     int status;
     if (!PyArg_ParseTuple(args, "O!K:enqueue_write", &AoWord_Type, &word, &value) || is_closed(self)) return NULL;
-    WITHOUT_INTERPRETER(cu.write_value(self->stream, word->device, value, 0));
+    ON_STREAM(cu.write_value(self->stream, word->device, value, 0));
     return none_or_fail("cuStreamWriteValue64", status);
 }
 
@@ -337,7 +366,7 @@ static PyObject *stream_enqueue_wait(CudaStream *self, PyObject *args) {
     unsigned long long value;
     int status;
     if (!PyArg_ParseTuple(args, "O!K:enqueue_wait", &AoWord_Type, &word, &value) || is_closed(self)) return NULL;
-    WITHOUT_INTERPRETER(cu.wait_value(self->stream, word->device, value, WAIT_GEQ));
+    ON_STREAM(cu.wait_value(self->stream, word->device, value, WAIT_GEQ));
     return none_or_fail("cuStreamWaitValue64", status);
 }
 
@@ -351,7 +380,7 @@ static PyObject *stream_enqueue_wake(CudaStream *self, PyObject *value) {
     long descriptor = PyLong_AsLong(value);
     int status;
     if ((descriptor == -1 && PyErr_Occurred()) || is_closed(self)) return NULL;
-    WITHOUT_INTERPRETER(cu.host_func(self->stream, wake_by_eventfd, (void *)(intptr_t)descriptor));
+    ON_STREAM(cu.host_func(self->stream, wake_by_eventfd, (void *)(intptr_t)descriptor));
     return none_or_fail("cuLaunchHostFunc", status);
 }
 
@@ -402,7 +431,7 @@ static PyObject *stream_enqueue_fill(CudaStream *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Ky#K:enqueue_fill", &address, &pattern, &width, &count) || is_closed(self)) return NULL;
     if (width != 1 && width != 2 && width != 4 && width != 8 && width != 16)
         return PyErr_Format(PyExc_ValueError, "a pattern has 1, 2, 4, 8 or 16 bytes, not %zd", width);
-    if (count) WITHOUT_INTERPRETER(fill(self, address, pattern, (size_t)width, count));
+    if (count) ON_STREAM(fill(self, address, pattern, (size_t)width, count));
     return none_or_fail("cuMemsetAsync", status);
 }
 
@@ -418,7 +447,7 @@ static PyObject *stream_enqueue_record(CudaStream *self, PyObject *value) {
     CudaEvent *event = as_event(value);
     int status;
     if (!event || is_closed(self)) return NULL;
-    WITHOUT_INTERPRETER(cu.event_record(event->event, self->stream));
+    ON_STREAM(cu.event_record(event->event, self->stream));
     return none_or_fail("cuEventRecord", status);
 }
 
@@ -426,20 +455,36 @@ static PyObject *stream_enqueue_wait_event(CudaStream *self, PyObject *value) {
     CudaEvent *event = as_event(value);
     int status;
     if (!event || is_closed(self)) return NULL;
-    WITHOUT_INTERPRETER(cu.stream_wait_event(self->stream, event->event, 0));
+    ON_STREAM(cu.stream_wait_event(self->stream, event->event, 0));
     return none_or_fail("cuStreamWaitEvent", status);
+}
+
+static int query(const CudaStream *self) {
+    int status = enter(self);
+    if (status) return status;
+    status = cu.stream_query(self->stream);
+    leave(self);
+    return status;
 }
 
 static PyObject *stream_query(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
     int status;
     if (is_closed(self)) return NULL;
-    RELAXED(cu.stream_query(self->stream));
+    RELAXED(query(self));
     return query_result("cuStreamQuery", status);
+}
+
+static PyObject *stream_capturing(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
+    int status, capturing = 0;
+    if (is_closed(self)) return NULL;
+    ON_STREAM(cu.stream_is_capturing(self->stream, &capturing));
+    if (status && status != CAPTURE_IMPLICIT) return fail("cuStreamIsCapturing", status);
+    return PyBool_FromLong(status || capturing);
 }
 
 static PyObject *stream_close(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
     int status = 0;
-    if (self->stream) WITHOUT_INTERPRETER(cu.stream_destroy(self->stream));
+    if (self->stream && self->owned) WITHOUT_INTERPRETER(cu.stream_destroy(self->stream));
     self->stream = NULL;
     return none_or_fail("cuStreamDestroy", status);
 }
@@ -466,7 +511,8 @@ static PyMethodDef stream_methods[] = {
     {"enqueue_record", (PyCFunction)stream_enqueue_record, METH_O, "Record an event."},
     {"enqueue_wait_event", (PyCFunction)stream_enqueue_wait_event, METH_O, "Hold later work until an event is done."},
     {"query", (PyCFunction)stream_query, METH_NOARGS, "Whether everything enqueued is done."},
-    {"close", (PyCFunction)stream_close, METH_NOARGS, "Destroy it; pending work still runs."},
+    {"capturing", (PyCFunction)stream_capturing, METH_NOARGS, "Whether what is enqueued would be captured."},
+    {"close", (PyCFunction)stream_close, METH_NOARGS, "Destroy it if it is owned; pending work still runs."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef stream_getset[] = {

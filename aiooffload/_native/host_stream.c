@@ -637,6 +637,8 @@ static PyObject *stream_query(HostStream *self, PyObject *Py_UNUSED(ignored)) {
     return PyBool_FromLong(!busy);
 }
 
+static PyObject *stream_capturing(HostStream *Py_UNUSED(self), PyObject *Py_UNUSED(ignored)) { Py_RETURN_FALSE; }
+
 static PyObject *stream_handle(HostStream *self, void *Py_UNUSED(closure)) {
     return PyLong_FromUnsignedLongLong(self->handle);
 }
@@ -856,6 +858,7 @@ PyTypeObject AoHostEvent_Type = {
 #define ONE(name) {#name, (PyCFunction)stream_##name, METH_O, NULL}
 static PyMethodDef stream_methods[] = {
     {"run", (PyCFunction)stream_run, METH_NOARGS, "Body of the stream's thread; returns after close()."},
+    {"capturing", (PyCFunction)stream_capturing, METH_NOARGS, "False: there are no graphs."},
     {"query", (PyCFunction)stream_query, METH_NOARGS, "Whether everything enqueued is done."},
     {"close", (PyCFunction)stream_close, METH_NOARGS, "Take no more commands; what is queued still runs."},
     FAST(bind_marks),

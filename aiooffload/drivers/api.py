@@ -30,6 +30,7 @@ barrier only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -274,8 +275,11 @@ class Stream(Protocol):
     def query(self) -> bool:
         """Whether everything enqueued is done. Raises DeviceLostError. *HIP:* hipStreamQuery."""
 
+    def capturing(self) -> bool:
+        """Whether what is enqueued would go into a graph that is being captured. *HIP:* hipStreamIsCapturing."""
+
     def close(self) -> None:
-        """Destroy it. Pending work still runs. *HIP:* hipStreamDestroy."""
+        """Destroy it, unless it was adopted. Pending work still runs. *HIP:* hipStreamDestroy."""
 
 
 class Device(Protocol):
@@ -287,6 +291,25 @@ class Device(Protocol):
 
     def create_stream(self, priority: int = 0) -> Stream:
         """Create a stream; smaller numbers are more urgent. *HIP:* hipStreamCreateWithPriority."""
+
+    def adopt_stream(self, handle: int) -> Stream:
+        """Return the stream of somebody else that has this handle: it is used like ours and never destroyed.
+
+        Where a driver has default streams, their handles are legal. Raises UsageError if it belongs to
+        another context. *HIP:* nothing to call.
+        """
+
+    def current(self) -> AbstractContextManager[None]:
+        """Enter the device as other libraries expect it (CUDA: its primary context); leave it as it was found.
+
+        *HIP:* hipSetDevice.
+        """
+
+    def enqueue_graph(self, stream: Stream, graph: Any) -> None:
+        """Enqueue a replay of an instantiated graph, an object with a ``handle``, or that handle.
+
+        Raises UsageError where the device has none. *HIP:* hipGraphLaunch.
+        """
 
     def create_event(self) -> Event:
         """Create an event without timing. *HIP:* hipEventCreateWithFlags."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from asyncio import _get_running_loop
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from aiooffload._native import Board, Launcher
 from aiooffload.drivers import open_device
+from aiooffload.engine.adopted import Adoptions
 from aiooffload.engine.completion import Completion, EventMarks
 from aiooffload.engine.copies import (
     INLINE_NBYTES,
@@ -57,6 +58,7 @@ _CLOSE_FAILED_S: Final = 5.0
 _calls: Final = DaemonExecutor()
 """For calls that may wait for a device: opening, maintenance, closing."""
 _MAPPING_DEPTH: Final = 64
+_SPARE_WORDS: Final = 64
 _WORD_STRIDE: Final = 64  # a cache line each, so that lanes do not disturb each other
 
 
@@ -128,10 +130,14 @@ class Engine:
             self.lose,
         )
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain, self.reverse.open)
+        spare = self._spare_words()
+        self.adoptions: Final = Adoptions(device, self.lanes, self.board, self._bell, lambda: next(spare), depth)
         self.host_tasks: Final = HostTasks(self.loop, self.lanes, self._check_drained)
         self.submission: Final = Submission(
             self.loop,
+            device,
             self.lanes,
+            self.adoptions,
             self.kernels,
             self.reverse,
             self.host_tasks,
@@ -195,6 +201,13 @@ class Engine:
         lane = Lane(index, stream, queue, self.device.create_event(), priority)
         lane.queue.attach(stream, lane)
         return lane
+
+    def _spare_words(self) -> Iterator[Word]:
+        """Slots for adopted streams, of which there may be any number."""
+        while True:
+            memory = self.memory.register(_SPARE_WORDS * _WORD_STRIDE)
+            for i in range(_SPARE_WORDS):
+                yield memory.word(i * _WORD_STRIDE)
 
     async def _open_channel(self) -> Opened:
         """Make the memory and the lanes for kernels that call; none of it waits for what is in flight."""
@@ -513,6 +526,7 @@ class Engine:
         for operation in abandoned:
             operation.finish(failure=failure)
         self.lanes.abandon(failure)
+        self.lanes.wake_lessees()
         # What is loaded or copied piece by piece has nowhere to go.
         self.kernels.cancel_loading()
         for task in self._tasks:
@@ -535,6 +549,7 @@ class Engine:
         if self._closing is None:
             self.refusal = self.refusal or _closed
             self.launcher.ready = False
+            self.lanes.wake_lessees()
             self._closing = self.loop.create_task(self._close(timeout_s), name="aiooffload close")
         await asyncio.shield(self._closing)
 

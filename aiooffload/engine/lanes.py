@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import Board, LaneQueue
 from aiooffload.engine.health import as_loss
-from aiooffload.errors import DeviceLostError, DriverError
+from aiooffload.errors import DeviceLostError, DriverError, UsageError
 from aiooffload.operation import Operation
 from aiooffload.rules.scheduler import Line, Scheduler
 
@@ -37,7 +39,8 @@ class Lane(Line[Operation[Any]]):
     priority
         The priority of its stream: smaller numbers are more urgent.
     handle
-        The driver's stream handle, an integer.
+        The driver's stream handle, an integer. A lane has ``__cuda_stream__``, too, so other libraries
+        take it for a stream.
     """
 
     __slots__ = ("_event", "_event_sequence", "stream")
@@ -57,6 +60,16 @@ class Lane(Line[Operation[Any]]):
     def handle(self) -> int:
         """The driver's stream handle."""
         return self.stream.handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def release(self) -> None:
+        """Stop using an adopted stream, with no effect on what is on it; UsageError for any other lane.
+
+        Work of ours that is on it completes as if it had not been released.
+        """
+        raise UsageError(f"{self!r} is a lane of the Offload's own: only adopted ones are released")
 
     @property
     def in_flight(self) -> int:
@@ -109,6 +122,7 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         self._on_lost = on_lost
         self._completion = completion
         self._rooms: deque[asyncio.Future[None]] = deque()
+        self._lessees: list[asyncio.Future[None]] = []
 
     # -- carrying out ----------------------------------------------------------------------
 
@@ -164,6 +178,15 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         else:
             self._completion.marks.enqueue(lane.stream, lane.queue.slot, sequence)
 
+    @contextmanager
+    def nothing_else(self) -> Iterator[None]:
+        """Keep whatever is submitted meanwhile on the host: an operation is being put together on its lane."""
+        self._board.paused += 1
+        try:
+            yield
+        finally:
+            self._board.paused -= 1
+
     def finish_streamed(self, operation: Operation[Any], failure: BaseException | None, result: object = None) -> None:
         """Everything that ``operation`` sent piece by piece is done."""
         operation.deps = None
@@ -203,6 +226,34 @@ class Lanes(Scheduler[Operation[Any], Lane]):
     def _wait(self, operation: Operation[Any], lane: Lane) -> None:
         super()._wait(operation, lane)
         self.mark(lane)  # or a lane that is full of coarse ones would never have room again
+
+    # -- leases ----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def lease(self, priority: int, check_open: Callable[[], None]) -> AsyncIterator[Lane]:
+        """Reserve a lane, the least busy one, once there is one besides the last; see ``Offload.lease``."""
+        first, last = self.groups.get(priority, (0, 0))
+        if last - first < 2:
+            raise UsageError(f"a lease needs two lanes of priority {priority}: the last one stays with all others")
+        while len(free := [lane for lane in self.lanes[first:last] if not lane.queue.reserved]) < 2:
+            future = asyncio.get_running_loop().create_future()
+            self._lessees.append(future)
+            await future
+            check_open()
+        lane = min(free, key=lambda lane: lane.queue.in_flight + lane.queue.load)
+        lane.queue.reserved = True
+        try:
+            yield lane
+        finally:
+            lane.queue.reserved = False
+            self.wake_lessees()
+
+    def wake_lessees(self) -> None:
+        """A lane is free again, or none will ever be: let whoever waits for one look."""
+        lessees, self._lessees = self._lessees, []
+        for future in lessees:
+            if not future.done():
+                future.set_result(None)
 
     # -- room ------------------------------------------------------------------------------
 

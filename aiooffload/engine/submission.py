@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
-from inspect import isawaitable
+from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from aiooffload.engine.adopted import Adoptions, check_stream
 from aiooffload.engine.host_functions import waiting_launches
 from aiooffload.engine.lanes import Lane, Lanes
 from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
@@ -19,12 +20,13 @@ from aiooffload.errors import DeviceLostError, OffloadTimeout, UsageError, Would
 from aiooffload.kernel import Kernel
 from aiooffload.operation import Operation
 from aiooffload.rules.ordering import unfinished
-from aiooffload.rules.scheduler import dependency_error, waits_for
+from aiooffload.rules.scheduler import dependency_error, needs_host, waits_for
 
 if TYPE_CHECKING:
     from contextvars import Context
 
     from aiooffload.buffer import Allocation, PinnedArray
+    from aiooffload.drivers.api import Device, Stream
     from aiooffload.engine.host_tasks import HostTasks
     from aiooffload.engine.reverse import Reverse
     from aiooffload.operation import OperationOwner
@@ -46,6 +48,11 @@ class Terms(NamedTuple):
     coarse: bool = False
 
 
+def _as_list(after: Iterable[After]) -> Iterable[After]:
+    """Allow a single operation where several may stand."""
+    return (after,) if isinstance(after, Operation) else after
+
+
 class Submission:
     """Takes the submissions of one engine.
 
@@ -53,8 +60,12 @@ class Submission:
     ----------
     loop
         The loop that owns the engine.
+    device
+        What custom operations and graphs need of it.
     lanes
         Places the operations.
+    adoptions
+        Knows streams of somebody else.
     kernels
         What is loaded, and the geometries that were used.
     reverse
@@ -76,7 +87,9 @@ class Submission:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        device: Device,
         lanes: Lanes,
+        adoptions: Adoptions,
         kernels: Kernels,
         reverse: Reverse,
         host_tasks: HostTasks,
@@ -87,7 +100,9 @@ class Submission:
         on_lost: Callable[[DeviceLostError], None],
     ) -> None:
         self._loop = loop
+        self._device = device
         self._lanes = lanes
+        self._adoptions = adoptions
         self._kernels = kernels
         self._reverse = reverse
         self._host_tasks = host_tasks
@@ -205,6 +220,82 @@ class Submission:
             raise
         return operation
 
+    # -- other work ------------------------------------------------------------------------
+
+    def custom(self, function: Callable[[Lane], _T], terms: Terms) -> Operation[_T]:
+        """Submit a function that enqueues work by itself; see ``Offload.custom_operation``."""
+        if not callable(function) or iscoroutinefunction(function):
+            raise UsageError(f"a custom operation is a plain function, not {function!r}; a coroutine is a host task")
+        operation: Operation[_T] = Operation(self._loop, self._owner, getattr(function, "__name__", "custom operation"))
+
+        def steps(_: Stream) -> None:
+            with self._lanes.nothing_else(), self._device.current():
+                value = function(operation.lane)
+            if isawaitable(value):
+                if iscoroutine(value):
+                    value.close()
+                raise UsageError(f"custom operation {operation.name} returned {value!r}: it has to be a plain function")
+            operation.arrival = lambda op: op.finish(value)
+
+        operation.steps = steps
+        self.submit(operation, (), terms)
+        return operation
+
+    def graph(self, graph: Any, terms: Terms) -> Operation[None]:
+        """Submit a replay of a graph; see ``Offload.launch_graph``."""
+        operation: Operation[None] = Operation(self._loop, self._owner, "graph")
+        operation.steps = lambda stream: self._device.enqueue_graph(stream, graph)
+        self.submit(operation, (), terms, keep=graph)
+        return operation
+
+    def gate(self, awaitable: Awaitable[Any], lane: Lane, after: Iterable[After], timeout_s: float) -> Operation[None]:
+        """Submit a step of a lane that is done when ``awaitable`` is; see ``Offload.gate``."""
+        self._check_open()
+        operation: Operation[None] = Operation(self._loop, self._owner, "gate")
+        operation.gate = True
+        operation.steps = lambda stream: None
+        if not isinstance(lane, Lane):
+            raise UsageError(f"a gate stands on a lane: pass one of off.lanes, not {lane!r}")
+        if lane.adopted:
+            raise UsageError("a gate keeps work on the host, which a stream that is not ours cannot")
+        self.submit(operation, (), Terms([awaitable, *_as_list(after)], lane, timeout_s=timeout_s))
+        return operation
+
+    def completion(self, stream: object) -> Operation[None]:
+        """Submit what is done when everything on ``stream`` is; see ``Offload.completion``."""
+        self._check_open()
+        lane = self._adoptions.adopt(stream, None)
+        operation: Operation[None] = Operation(self._loop, self._owner, "completion")
+        operation.steps = lambda stream: None
+        try:
+            self.submit(operation, (), Terms(lane=lane))
+        finally:
+            if lane.adopted:
+                lane.release()
+        return operation
+
+    def order(self, stream: object, after: Iterable[After]) -> None:
+        """Let a stream wait for operations; see ``Offload.order``."""
+        self._check_open()
+        operations, awaitables = self._sort_after(after)
+        if awaitables:
+            raise UsageError(f"a stream waits for operations, not for {awaitables[0]!r}")
+        for operation in operations:
+            if needs_host(operation):
+                raise WouldBlock(f"{operation!r} is something that only the host can wait for: await it")
+        lane = self._adoptions.adopt(stream, None)
+        try:
+            check_stream(lane.stream)
+            for operation in operations:
+                if not operation.finished and operation.lane is not lane:
+                    operation.lane.enqueue_wait_for(operation.sequence, lane.stream)
+        except DeviceLostError as error:
+            self._on_lost(error)
+            raise
+        finally:
+            if lane.adopted:
+                lane.release()
+
     # -- everything ------------------------------------------------------------------------
 
     def submit(
@@ -226,6 +317,8 @@ class Submission:
         operation.coarse = coarse
         operation.priority = priority
         self._lanes.check_lane(operation, lane)
+        if lane is not None and lane.adopted:
+            check_stream(lane.stream)
         ordered = uses if self._program_order else ()
         deps = [dep for memory, writes in ordered for dep in memory.history.conflicts(writes)]
         requires, awaited = self._sort_after(after)
@@ -258,7 +351,7 @@ class Submission:
     def _sort_after(self, after: Iterable[After]) -> tuple[list[Operation[Any]], list[Awaitable[Any]]]:
         operations: list[Operation[Any]] = []
         awaitables: list[Awaitable[Any]] = []
-        for item in (after,) if isinstance(after, Operation) else after:
+        for item in _as_list(after):
             if not isinstance(item, Operation):
                 if not isawaitable(item):
                     raise UsageError(f"after takes operations and awaitables, not {item!r}")

@@ -30,7 +30,17 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from aiooffload.errors import DependencyError, UsageError, WouldBlock
 from aiooffload.rules.ordering import unfinished
 
-__all__ = ["Board", "Line", "Queue", "Scheduler", "Work", "dependency_error", "dependency_failure", "waits_for"]
+__all__ = [
+    "Board",
+    "Line",
+    "Queue",
+    "Scheduler",
+    "Work",
+    "dependency_error",
+    "dependency_failure",
+    "needs_host",
+    "waits_for",
+]
 
 
 class Queue(Protocol):
@@ -182,7 +192,7 @@ class Scheduler(Generic[_W, _L]):
     # -- what a subclass carries out -------------------------------------------------------
 
     def _start(self, operation: _W, lane: _L, waits: list[_W]) -> None:
-        """Put it on the device behind ``waits``, which are there, on other lanes. Raises nothing: it fails the operation."""
+        """Put it on the device behind ``waits``, which are there, on other lanes. A failure is the operation's."""
         raise NotImplementedError
 
     def _on_room(self) -> None:
@@ -220,13 +230,13 @@ class Scheduler(Generic[_W, _L]):
         """Return why it would wait on the host, None if it would not."""
         if operation.streamed:
             return "it goes piece by piece"
-        waiting = next((dep for dep in deps if _needs_host(dep)), None)
+        waiting = next((dep for dep in deps if needs_host(dep)), None)
         if waiting is not None:
             return f"it comes after {waiting!r}, which only the host can wait for"
         if operation in self.on_host:
             return None
         if self._is_paused(operation):
-            return "maintenance is going on"
+            return "maintenance is going on, or an operation is being put together"
         target = lane or self._home(operation, deps) or self._pick(operation)
         if target.waiting or target.queue.in_flight >= target.queue.depth:
             return f"lane {target.index} is full"
@@ -288,7 +298,7 @@ class Scheduler(Generic[_W, _L]):
 
     def _hold_behind(self, operation: _W, dep: _W) -> None:
         """Hold ``operation`` until ``dep`` is on the device (done, if it calls), unless a lane's order is enough."""
-        if _needs_host(dep) and not self._same_queue(dep, operation):
+        if needs_host(dep) and not self._same_queue(dep, operation):
             operation.holds += 1
             if dep.followers is None:
                 dep.followers = []
@@ -299,9 +309,9 @@ class Scheduler(Generic[_W, _L]):
         lane = dep.lane
         if lane is None or dep.streamed or dep.calling or operation.calling or dep in self.held:
             return False
-        if operation.lane is None and self._joins(operation, lane):
-            if all(other.lane is lane for other in operation.deps or () if not other.finished):
-                operation.lane = lane
+        together = all(other.lane is lane for other in operation.deps or () if not other.finished)
+        if operation.lane is None and together and self._joins(operation, lane):
+            operation.lane = lane
         return operation.lane is lane
 
     def _joins(self, operation: _W, lane: _L) -> bool:
@@ -476,7 +486,7 @@ class Scheduler(Generic[_W, _L]):
         return waiting
 
 
-def _needs_host(dep: Work) -> bool:
+def needs_host(dep: Work) -> bool:
     """Whether only the host can wait for ``dep``: it is not on the device yet, or its kernel calls."""
     return not dep.finished and (dep.queue is None or dep.calling != 0)
 

@@ -147,7 +147,7 @@ def test_the_current_context_is_left_as_found(driver: Any, device: Any, stream: 
 @pytest.mark.gpu
 def test_a_look_leaves_a_capture_alone(driver: Any, device: Any, stream: CudaStream) -> None:
     """While this thread captures in global mode, a look neither fails nor ends the capture, and its mode stays."""
-    with device._current():
+    with device.current():
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         status, captured = driver.cuStreamCreate(flags)
         assert status == 0

@@ -31,6 +31,7 @@ __all__ = ["CudaDevice"]
 
 _KEEP_BYTES: Final = 256 << 20
 """Freed memory that the pool keeps for reuse rather than give back at every synchronisation."""
+_LEGACY_STREAM: Final = int(driver.CU_STREAM_LEGACY)
 _REGISTER_FLAGS: Final = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
 
 # Does nothing, for any architecture from 7.5: the self-test must not need a compiler.
@@ -71,13 +72,13 @@ class CudaDevice:
         self._context = _primary_context(self._ordinal)
         self.properties: Final = _describe(index, CoreDevice(index))
         self._arch = "sm_{}{}".format(*self.properties.compute_capability)
-        with self._current():
+        with self.current():
             self._memory_stream = self.create_stream()
             self._pool = self._create_pool()
         self._xid = XidWatch(self.properties.unique_id)
 
     @contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         """Make the context current and the capture mode relaxed, and leave both as they were."""
         unwrap("cuCtxPushCurrent", driver.cuCtxPushCurrent(self._context))
         relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -94,9 +95,31 @@ class CudaDevice:
     def create_stream(self, priority: int = 0) -> Stream:
         """Create a stream that does not wait for the default stream."""
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        with self._current():
+        with self.current():
             handle = unwrap("cuStreamCreate", driver.cuStreamCreateWithPriority(flags, priority))
         return CudaStream(int(handle), int(self._context))
+
+    def adopt_stream(self, handle: int) -> Stream:
+        """Use a stream of the primary context; 0 and 1 are the legacy default stream, 2 the calling thread's."""
+        handle = handle or _LEGACY_STREAM
+        with self.current():
+            context = unwrap("cuStreamGetCtx", driver.cuStreamGetCtx(handle))
+        if int(context) != int(self._context):
+            raise UsageError(
+                f"stream {handle:#x} belongs to another context than {self.properties.label}'s primary one: "
+                "adopt it on the Offload of its device"
+            )
+        return CudaStream(handle, int(self._context), owned=False)
+
+    def enqueue_graph(self, stream: Stream, graph: Any) -> None:
+        """Replay an executable graph, such as cuda.core's ``GraphBuilder.complete()`` returns."""
+        handle = getattr(graph, "handle", graph)
+        try:
+            executable = driver.CUgraphExec(int(handle))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"expected an instantiated CUDA graph, not {graph!r}") from error
+        with self.current():
+            unwrap("cuGraphLaunch", driver.cuGraphLaunch(executable, stream.handle))
 
     def create_event(self) -> CudaEvent:
         """Create an event without timing."""
@@ -121,7 +144,7 @@ class CudaDevice:
         if nbytes == 0:
             return CudaBlock(0, 0)
         stream = self._memory_stream
-        with self._current():
+        with self.current():
             result = driver.cuMemAllocFromPoolAsync(nbytes, self._pool, stream.handle)
             address = unwrap("cuMemAllocFromPoolAsync", result, f"{nbytes} bytes")
             # The stream carries allocations and frees alone, so this waits for no kernel; after it
@@ -134,26 +157,26 @@ class CudaDevice:
         """Free to the pool."""
         if block.nbytes == 0:
             return
-        with self._current():
+        with self.current():
             unwrap("cuMemFreeAsync", driver.cuMemFreeAsync(block.address, self._memory_stream.handle))
 
     def trim(self) -> None:
         """Give what the pool keeps back to the device."""
-        with self._current():
+        with self.current():
             # Waits for frees alone, and what was freed counts as kept only after it.
             unwrap("cuStreamSynchronize", driver.cuStreamSynchronize(self._memory_stream.handle))
             unwrap("cuMemPoolTrimTo", driver.cuMemPoolTrimTo(self._pool, 0))
 
     def memory_info(self) -> tuple[int, int]:
         """Return (free, total) bytes of the device."""
-        with self._current():
+        with self.current():
             free, total = unwrap("cuMemGetInfo", driver.cuMemGetInfo())
         return int(free), int(total)
 
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map memory of our own and register it for every context."""
         memory = MappedMemory(nbytes)
-        with self._current():
+        with self.current():
             (status,) = driver.cuMemHostRegister(memory.host_address, memory.nbytes, _REGISTER_FLAGS)
             if int(status):
                 memory.unmap()
@@ -171,7 +194,7 @@ class CudaDevice:
     def unregister(self, memory: RegisteredMemory) -> None:
         """Unregister and unmap."""
         assert isinstance(memory, MappedMemory)
-        with self._current():
+        with self.current():
             unwrap("cuMemHostUnregister", driver.cuMemHostUnregister(memory.host_address))
         del _registered[memory.host_address]
         memory.unmap()
@@ -196,7 +219,7 @@ class CudaDevice:
         return self._load(kernel.name, compiled, kernel.calls)
 
     def _load(self, name: str, compiled: Compiled, calls: bool = False) -> CudaFunction:
-        with self._current():
+        with self.current():
             core: Any = compiled
             if not isinstance(compiled, CoreKernel):
                 assert isinstance(compiled, bytes)
@@ -209,7 +232,7 @@ class CudaDevice:
             if sizes[:1] != (PARAMETER_NBYTES,):
                 raise UsageError(f"kernel {name} calls host functions: its first parameter has to be an ao::Launch")
             sizes = sizes[1:]
-        return CudaFunction(name, core, int(function), sizes, self._current)
+        return CudaFunction(name, core, int(function), sizes, self.current)
 
     def selftest_function(self) -> CudaFunction:
         """Load a kernel that does nothing."""
@@ -227,7 +250,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """Destroy the pool. The primary context stays, as everybody else's in the process does."""
-        with self._current():
+        with self.current():
             unwrap("cuMemPoolDestroy", driver.cuMemPoolDestroy(self._pool))
             self._memory_stream.close()
         self._xid.close()

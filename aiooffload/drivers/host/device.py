@@ -7,11 +7,14 @@ import platform
 import threading
 import time
 import warnings
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from aiooffload._native import HostContext, HostEvent, HostStream
 from aiooffload.drivers.api import Block, Compiled, DeviceProperties, Event, KernelSource, RegisteredMemory, Stream
+from aiooffload.drivers.host.adopted import AdoptedStream
 from aiooffload.drivers.host.function import HostFunction, host_implementation
 from aiooffload.drivers.host.limited import LimitedStream
 from aiooffload.drivers.host.memory import HostBlock
@@ -22,6 +25,10 @@ __all__ = ["HostDevice"]
 
 FRESH: Final = 0xCD
 FREED: Final = 0xDD
+
+
+_devices: Final[weakref.WeakSet[HostDevice]] = weakref.WeakSet()
+"""All there are, for whoever adopts a stream."""
 
 
 def _unique_id() -> str:
@@ -100,6 +107,7 @@ class HostDevice:
         self._registered: Final[set[MappedMemory]] = set()  # changed by any thread, one operation at a time
         self._threads: Final[list[tuple[HostStream, threading.Thread]]] = []  # those that may still run
         self._closed = False
+        _devices.add(self)
 
     # ---- streams and events ----
 
@@ -114,6 +122,22 @@ class HostDevice:
         thread.start()
         self._threads.append((stream, thread))
         return stream if self.properties.memory_operations else LimitedStream(stream)
+
+    def adopt_stream(self, handle: int) -> Stream:
+        """Use a stream of any host device of this process."""
+        for device in list(_devices):
+            for stream, thread in list(device._threads):
+                if stream.handle == handle and thread.is_alive():
+                    return AdoptedStream(stream) if self.properties.memory_operations else LimitedStream(stream)
+        raise UsageError(f"there is no host stream {handle}: on this device streams are lanes of an open Offload")
+
+    def current(self) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        return nullcontext()
+
+    def enqueue_graph(self, stream: Stream, graph: Any) -> None:
+        """Raise UsageError."""
+        raise UsageError("the host device has no graphs: they are made by cuda.core, on a GPU")
 
     def create_event(self) -> Event:
         """Create an event."""

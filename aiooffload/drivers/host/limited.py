@@ -35,6 +35,10 @@ class LimitedStream:
     def bind_marks(self, slot: Word, bell: Word) -> None:
         """Do nothing: no mark will ever be written."""
 
+    def capturing(self) -> bool:
+        """Return False: there are no graphs."""
+        return False
+
     def enqueue_kernel(self, plan: LaunchPlan, prepared: Any, operation: Operation, sequence: int) -> None:
         """Enqueue a kernel; raises DriverError if it wants a mark."""
         if sequence:

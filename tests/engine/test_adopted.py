@@ -1,0 +1,261 @@
+"""Streams of somebody else: adopting, ordering against them, and waiting for what is on them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aiooffload as ao
+from aiooffload.engine.adopted import handle_of
+from tests.kernels import Rig, add, hold_write, nothing, rig, turns, until
+
+
+@asynccontextmanager
+async def two_rigs(device_label: str) -> AsyncIterator[tuple[Rig, Rig]]:
+    """An Offload that adopts, and one whose lanes are somebody else's streams to it."""
+    async with rig(device_label, lanes=2) as r, rig(device_label, lanes=2) as other:
+        yield r, other
+
+
+class Foreign:
+    """A stream of some library."""
+
+    def __init__(self, **names: Any) -> None:
+        self.__dict__.update(names)
+
+
+def test_handles_of_streams() -> None:
+    """A stream is what says so by the protocol, in its old form too, torch's and CuPy's, and an integer."""
+    assert handle_of(Foreign(__cuda_stream__=lambda: (0, 17))) == 17
+    assert handle_of(Foreign(__cuda_stream__=(0, 18))) == 18
+    assert handle_of(Foreign(cuda_stream=19)) == 19
+    assert handle_of(Foreign(ptr=20)) == 20
+    assert handle_of(21) == 21
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "stream", 1.5, True, -1, Foreign(), Foreign(ptr="x"), Foreign(__cuda_stream__=(1, 17))], ids=repr
+)
+def test_what_is_no_stream(wrong: object) -> None:
+    """Anything else raises UsageError."""
+    with pytest.raises(ao.UsageError, match=r"expected a stream|version"):
+        handle_of(wrong)
+
+
+async def test_work_runs_among_its_owners(device_label: str) -> None:
+    """What is launched on an adopted stream comes after what its owner has enqueued, and before what comes next."""
+    async with two_rigs(device_label) as (r, other):
+        theirs, ours = other.off.lanes[0], other.word(3)
+        gate = await other.hold(theirs)
+        other.launch(add, ours, 4, lane=theirs)
+        lane = r.off.adopt(theirs)
+        assert lane.handle == theirs.handle
+        op = r.launch(nothing, lane=lane)
+        later = other.launch(nothing, lane=theirs)
+        assert op.instant
+        await turns()
+        assert not op.done()
+        gate.open()
+        await op
+        assert await other.read(ours) == 7
+        await later
+        lane.release()
+
+
+async def test_adopting_twice_is_one_lane(device_label: str) -> None:
+    """The same stream is the same lane until it was released as often as it was adopted."""
+    async with two_rigs(device_label) as (r, other):
+        lane = r.off.adopt(other.off.lanes[0])
+        assert r.off.adopt(other.off.lanes[0].handle) is lane
+        lane.release()
+        await r.launch(nothing, lane=lane)
+        lane.release()
+        with pytest.raises(ao.UsageError, match="not a lane of this Offload"):
+            r.launch(nothing, lane=lane)
+        with pytest.raises(ao.UsageError, match="released already"):
+            lane.release()
+
+
+async def test_own_lane_stays_what_it_is(device_label: str) -> None:
+    """Adopting a lane of the same Offload returns it, and it cannot be released."""
+    async with rig(device_label, lanes=2) as r:
+        assert r.off.adopt(r.off.lanes[1]) is r.off.lanes[1]
+        with pytest.raises(ao.UsageError, match="only adopted ones"):
+            r.off.lanes[1].release()
+
+
+async def test_nothing_is_picked_for_it(device_label: str) -> None:
+    """No launch goes to an adopted stream by itself, also if what it comes after sits there."""
+    async with two_rigs(device_label) as (r, other):
+        lane = r.off.adopt(other.off.lanes[0])
+        gate, word = r.gate(), r.word()
+        first = r.launch(hold_write, gate.address, word, 5, lane=lane)
+        second = r.launch(add, word, 1)
+        assert second.lane in r.off.lanes
+        assert lane not in r.off.lanes
+        gate.open()
+        await first
+        assert await r.read(word) == 6
+
+
+async def test_nothing_is_kept_on_the_host(device_label: str) -> None:
+    """What could not be enqueued now is refused with the reason; nothing was submitted."""
+    async with rig(device_label, lanes=2, lane_depth=2) as r, rig(device_label, lanes=1) as other:
+        lane = r.off.adopt(other.off.lanes[0])
+        gate = await other.hold(other.off.lanes[0])
+        ops = [r.launch(nothing, lane=lane) for _ in range(2)]
+        with pytest.raises(ao.WouldBlock, match=r"is full.*not ours"):
+            r.launch(nothing, lane=lane)
+        with pytest.raises(ao.WouldBlock, match=r"only the host can wait for.*not ours"):
+            r.launch(nothing, lane=lane, after=[asyncio.get_running_loop().create_future()])
+        with pytest.raises(ao.UsageError, match="keeps work on the host"):
+            r.off.gate(asyncio.get_running_loop().create_future(), lane=lane)
+        gate.open()
+        await asyncio.gather(*(op.wait() for op in ops))
+
+
+async def test_released_with_work_pending(device_label: str) -> None:
+    """A lane that is released completes what is on it; its slot is used again, but not before."""
+    async with two_rigs(device_label) as (r, other):
+        gate = await other.hold(other.off.lanes[0])
+        lane = r.off.adopt(other.off.lanes[0])
+        op, word = r.launch(nothing, lane=lane, coarse=True), r.word(1)
+        lane.release()
+        second = r.off.adopt(other.off.lanes[1])
+        assert second.index != lane.index
+        second.release()
+        gate.open()
+        await op
+        r.launch(add, word, 1)
+        third = r.off.adopt(other.off.lanes[0])
+        assert third.index in (lane.index, second.index)
+        await r.launch(nothing, lane=third)
+        assert await r.read(word) == 2
+
+
+async def test_thousand_adoptions_take_one_slot(device_label: str) -> None:
+    """Adopting, using and releasing again and again leaves nothing behind."""
+    async with two_rigs(device_label) as (r, other):
+        for _ in range(1000):
+            lane = r.off.adopt(other.off.lanes[0])
+            await r.launch(nothing, lane=lane)
+            lane.release()
+        engine = r.off._engine
+        assert engine is not None
+        assert len(engine.lanes.lanes) == 3
+
+
+async def test_owner_lives_as_long_as_the_lane(device_label: str) -> None:
+    """The stream object and its owner are held until the lane is released."""
+    async with two_rigs(device_label) as (r, other):
+        stream, owner = Foreign(ptr=other.off.lanes[0].handle), Foreign()
+        held = [weakref.ref(stream), weakref.ref(owner)]
+        lane = r.off.adopt(stream, owner=owner)
+        del stream, owner
+        gc.collect()
+        assert all(ref() is not None for ref in held)
+        lane.release()
+        again = r.off.adopt(other.off.lanes[0])
+        del lane
+        gc.collect()
+        assert [ref() for ref in held] == [None, None]
+        again.release()
+
+
+async def test_completion_of_a_stream(device_label: str) -> None:
+    """``completion`` is done when what was on the stream is, not what came later."""
+    async with two_rigs(device_label) as (r, other):
+        theirs = other.off.lanes[0]
+        await r.off.completion(theirs)
+        first = await other.hold(theirs)
+        completion = r.off.completion(theirs)
+        second = other.gate()
+        later = other.launch(hold_write, second.address, other.word(), 1, lane=theirs)
+        await turns()
+        assert not completion.done()
+        first.open()
+        await completion
+        assert not later.done()
+        second.open()
+
+
+async def test_completion_of_an_own_lane(device_label: str) -> None:
+    """A lane of the Offload is a stream like any other."""
+    async with rig(device_label, lanes=2) as r:
+        gate = await r.hold(r.off.lanes[1])
+        completion = r.off.completion(r.off.lanes[1])
+        await turns()
+        assert not completion.done()
+        gate.open()
+        await completion
+
+
+async def test_order_of_a_stream_after_ours(device_label: str) -> None:
+    """A stream's later work waits, on the device, for operations of ours; its earlier work does not."""
+    async with two_rigs(device_label) as (r, other):
+        theirs = other.off.lanes[0]
+        gate = await r.hold(r.off.lanes[0])
+        op = r.launch(nothing, lane=r.off.lanes[0])
+        before = other.launch(nothing, lane=theirs)
+        r.off.order(theirs, after=[op])
+        behind = other.launch(nothing, lane=theirs)
+        await before
+        await turns()
+        assert not behind.done()
+        gate.open()
+        await behind
+        assert op.done()
+        r.off.order(theirs, after=op)
+        await other.launch(nothing, lane=theirs)
+
+
+async def test_order_after_what_is_on_the_host(device_label: str) -> None:
+    """A stream cannot wait for what the host holds, nor for awaitables."""
+    async with two_rigs(device_label) as (r, other):
+        future = asyncio.get_running_loop().create_future()
+        held = r.launch(nothing, after=[future])
+        with pytest.raises(ao.WouldBlock, match="only the host can wait for"):
+            r.off.order(other.off.lanes[0], after=[held])
+        with pytest.raises(ao.UsageError, match="not for"):
+            r.off.order(other.off.lanes[0], after=[future])
+        with pytest.raises(ao.UsageError, match="another Offload"):
+            r.off.order(other.off.lanes[0], after=[other.launch(nothing)])
+        future.set_result(None)
+        await held
+
+
+async def test_copies_on_an_adopted_stream(device_label: str) -> None:
+    """Small copies and fills go to it like launches; large ones, which go piece by piece, do not."""
+    async with two_rigs(device_label) as (r, other):
+        lane = r.off.adopt(other.off.lanes[0])
+        x = await r.off.put(np.arange(10), lane=lane)
+        assert (await r.off.get(x, lane=lane) == np.arange(10)).all()
+        with pytest.raises(ao.WouldBlock, match="piece by piece"):
+            r.off.put(np.zeros(1 << 20), lane=lane)
+
+
+async def test_terminated_with_an_adopted_stream(device_label: str) -> None:
+    """Ending the Offload leaves the stream to its owner."""
+    async with rig(device_label, lanes=1) as other:
+        async with rig(device_label, lanes=1) as r:
+            await r.launch(nothing, lane=r.off.adopt(other.off.lanes[0]))
+        word = other.word(1)
+        other.launch(add, word, 1)
+        assert await other.read(word) == 2
+
+
+async def test_unknown_host_stream() -> None:
+    """On the host device a handle is that of a lane of an open Offload."""
+    async with rig("host", lanes=1) as r:
+        async with rig("host", lanes=1) as other:
+            handle = other.off.lanes[0].handle
+        await until(lambda: True)
+        with pytest.raises(ao.UsageError, match="no host stream"):
+            r.off.adopt(handle)
