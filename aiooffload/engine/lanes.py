@@ -142,6 +142,7 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         except BaseException as error:  # whatever it was, the operation ends with it
             self._enqueue_refused(operation, lane, error)
             if not isinstance(error, Exception):
+                operation.add_done_callback(Operation.look)  # it is raised here
                 raise
 
     def _enqueue_refused(self, operation: Operation[Any], lane: Lane, error: BaseException) -> None:

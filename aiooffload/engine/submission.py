@@ -315,8 +315,7 @@ class Submission:
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
         operation.coarse = coarse
-        operation.priority = priority
-        self._lanes.check_lane(operation, lane)
+        operation.priority = self._lanes.check_lane(operation, lane, priority)
         if lane is not None and lane.adopted:
             check_stream(lane.stream)
         ordered = uses if self._program_order else ()

@@ -24,7 +24,7 @@ somebody else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from aiooffload.errors import DependencyError, UsageError, WouldBlock
@@ -162,7 +162,8 @@ class Scheduler(Generic[_W, _L]):
     lanes
         All lanes, by index; more may be appended.
     groups
-        By priority: the range of indices of the lanes that take any operation of that priority.
+        By priority: the range of indices of the lanes that take any operation of that priority. Together
+        they are the first lanes.
     max_pending
         How many operations may wait on the host.
     """
@@ -171,9 +172,10 @@ class Scheduler(Generic[_W, _L]):
         self._board = board
         self.lanes: Final = lanes
         self.groups: Final = groups
+        self._open: Final = max(last for _, last in groups.values())
         # Lanes for launches whose kernels call, and streams of somebody else's, among `lanes`.
         self.calling: list[_L] = []
-        self.adopted: list[_L] = []
+        self.adopted: dict[Line[_W], None] = {}
         # Barriers that were asked for: no launch that calls starts while there is one, except those of
         # host functions. Once no such launch is on the device, `board.paused` holds up all others, too.
         self.pauses = 0
@@ -242,23 +244,29 @@ class Scheduler(Generic[_W, _L]):
             return f"lane {target.index} is full"
         return None
 
-    def check_lane(self, operation: _W, lane: _L | None) -> None:
-        """Raise UsageError if ``lane``, or the priority without one, is none that ``operation`` may use."""
-        if lane is None and operation.priority not in self.groups:
-            there = ", ".join(map(str, sorted(self.groups)))
-            raise UsageError(f"there are no lanes of priority {operation.priority}; there are: {there}")
-        if lane is not None and not any(lane is one for one in (self.calling if operation.calling else self._named())):
-            raise UsageError(f"{lane!r} is not a lane of this Offload: take one of off.lanes")
+    def check_lane(self, operation: _W, lane: _L | None, priority: int = 0) -> int:
+        """Return the priority of the lanes that ``operation`` may go to: its lane's, if it names one.
 
-    def _named(self) -> Iterator[_L]:
-        """The lanes that an operation may name."""
-        yield from self.open
-        yield from self.adopted
+        Raises UsageError if it may not use ``lane``, or there is none of that priority.
+        """
+        if lane is None:
+            if type(priority) is not int or priority not in self.groups:
+                there = ", ".join(map(str, sorted(self.groups)))
+                raise UsageError(f"there are no lanes of priority {priority!r}; there are: {there}")
+            return priority
+        if not (any(lane is one for one in self.calling) if operation.calling else self._may_be_named(lane)):
+            raise UsageError(f"{lane!r} is not a lane of this Offload: take one of off.lanes")
+        return lane.priority
+
+    def _may_be_named(self, lane: object) -> bool:
+        if not isinstance(lane, Line):
+            return False
+        return lane in self.adopted or (lane.index < self._open and self.lanes[lane.index] is lane)
 
     @property
     def open(self) -> list[_L]:
         """The lanes that take any operation."""
-        return [lane for first, last in self.groups.values() for lane in self.lanes[first:last]]
+        return self.lanes[: self._open]
 
     def free_calling_lane(self) -> _L | None:
         """Return a calling lane on which nothing runs or waits, None if there is none."""

@@ -30,6 +30,9 @@ class Foreign:
     def __init__(self, **names: Any) -> None:
         self.__dict__.update(names)
 
+    def __repr__(self) -> str:
+        return f"Foreign({', '.join(self.__dict__)})"
+
 
 def test_handles_of_streams() -> None:
     """A stream is what says so by the protocol, in its old form too, torch's and CuPy's, and an integer."""

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiooffload as ao
+from aiooffload.drivers.host import HostDevice
 from tests.kernels import (
     Boom,
     Rig,
@@ -746,3 +747,237 @@ async def test_finished_operations_are_let_go(device_label: str) -> None:
             await r.launch(add, word, 1)
         gc.collect()
         assert [ref() for ref in first] == [None, None]
+
+
+# Priorities, leases, floods
+
+
+async def test_lanes_of_several_priorities(device_label: str) -> None:
+    """An operation goes to a lane of its priority; the first lanes are those of priority 0."""
+    async with rig(device_label, lanes={-1: 1, 0: 2, 1: 1}) as r:
+        assert sorted(lane.priority for lane in r.off.lanes) == [-1, 0, 0, 1]
+        assert [lane.index for lane in r.off.lanes if lane.priority == 0] == [0, 1]
+        ops = [r.launch(nothing, priority=priority) for priority in (-1, 0, 1, -1)]
+        assert [op.lane.priority for op in ops] == [-1, 0, 1, -1]
+        urgent = next(lane for lane in r.off.lanes if lane.priority == -1)
+        assert r.launch(nothing, lane=urgent).lane is urgent
+        await r.off.drain()
+
+
+async def test_urgent_work_passes_a_flood(device_label: str) -> None:
+    """What has a priority of its own does not wait behind thousands of others."""
+    async with rig(device_label, lanes={0: 1, -1: 1}, lane_depth=4) as r:
+        await r.hold(r.off.lanes[0])
+        flood = [r.launch(nothing) for _ in range(2000)]
+        await r.launch(nothing, priority=-1)
+        assert not any(op.finished for op in flood)
+
+
+async def test_dependency_across_priorities(device_label: str) -> None:
+    """An urgent operation keeps its lane, also behind one of another priority, and comes after it."""
+    async with rig(device_label, lanes={0: 1, -1: 1}) as r:
+        word, gate = r.word(), r.gate()
+        r.launch(hold_write, gate.address, word, 5)
+        op = r.launch(add, word, 1, priority=-1)
+        assert op.lane.priority == -1
+        await turns()
+        assert not op.done()
+        gate.open()
+        await op
+        assert await r.read(word) == 6
+
+
+@pytest.mark.parametrize("priority", [1, -7, 10**12, 0.5, True])
+async def test_priority_without_lanes(priority: Any) -> None:
+    """A priority that no lane has raises UsageError that names those there are; nothing is submitted."""
+    async with rig(lanes={0: 1, -1: 1}) as r:
+        with pytest.raises(ao.UsageError, match="priority"):
+            r.launch(nothing, priority=priority)
+        assert r.off.stats()["pending"] == 0
+
+
+@pytest.mark.parametrize("lanes", [{}, {-1: 2}, {0: 0}, {0: 1, -1: 0}, {0: 200, 1: 57}, {0: "1"}, {0.5: 1, 0: 1}])
+def test_lanes_that_make_no_sense(lanes: Any) -> None:
+    """There are 1 to 256 lanes, some of them of priority 0."""
+    with pytest.raises(ao.UsageError, match="lanes"):
+        ao.Offload("host", lanes=lanes)
+
+
+async def test_leased_lane_is_left_alone(device_label: str) -> None:
+    """While a lane is leased only what names it goes there; afterwards it is one among others."""
+    async with rig(device_label, lanes=2) as r:
+        async with r.off.lease() as lane:
+            gate, word = r.gate(), r.word()
+            mine = r.launch(hold_write, gate.address, word, 1, lane=lane)
+            others = [r.launch(nothing) for _ in range(8)]
+            behind = r.launch(add, word, 1)  # its only dependency sits on the leased lane
+            assert mine.lane is lane
+            assert all(op.lane is not lane for op in [*others, behind])
+            gate.open()
+            await behind
+        assert {r.launch(nothing).lane for _ in range(4)} == set(r.off.lanes)
+        await r.off.drain()
+
+
+async def test_lease_waits_for_another(device_label: str) -> None:
+    """One lane stays with all others; a second lease waits until the first has ended, cancelled or not."""
+    async with rig(device_label, lanes=2) as r:
+        got: list[ao.Lane] = []
+
+        async def lessee() -> None:
+            async with r.off.lease() as lane:
+                got.append(lane)
+
+        async with r.off.lease() as first:
+            tasks = [asyncio.create_task(lessee()) for _ in range(3)]
+            await turns()
+            tasks[0].cancel()
+            await turns()
+            assert got == []
+        await asyncio.gather(*tasks[1:])
+        assert len(got) == 2
+        assert first in r.off.lanes
+
+
+async def test_lease_of_the_last_lane() -> None:
+    """Where there is one lane of a priority, or none, a lease is refused."""
+    async with rig(lanes={0: 2, -1: 1}) as r:
+        for priority in (-1, 3):
+            with pytest.raises(ao.UsageError, match="two lanes"):
+                async with r.off.lease(priority=priority):
+                    pass
+
+
+@pytest.mark.parametrize("end", ["aclose", "terminate"])
+async def test_lease_that_waits_when_the_offload_ends(end: str) -> None:
+    """Who waits for a lease gets ClosedError, and is not left behind."""
+    async with rig(lanes=2, bury=end == "terminate") as r, r.off.lease():
+
+        async def lessee() -> None:
+            async with r.off.lease():
+                pass
+
+        task = asyncio.create_task(lessee())
+        await turns()
+        if end == "aclose":
+            await r.off.aclose()
+        else:
+            r.off.terminate()
+        with pytest.raises(ao.ClosedError):
+            await task
+
+
+async def test_flood_leaves_others_their_lanes(device_label: str) -> None:
+    """Where ``max_pending`` operations wait, what can start at once is taken, and what cannot is refused."""
+    async with rig(device_label, lanes=2, lane_depth=2, max_pending=10) as r:
+        await r.hold(r.off.lanes[0])
+        for _ in range(11):
+            r.launch(nothing, lane=r.off.lanes[0])
+        with pytest.raises(ao.WouldBlock, match="max_pending"):
+            r.launch(nothing, lane=r.off.lanes[0])
+        await r.launch(nothing, lane=r.off.lanes[1])
+        await r.launch(nothing)
+        with pytest.raises(ao.WouldBlock, match="max_pending"):
+            r.launch(nothing, after=[asyncio.get_running_loop().create_future()])
+
+
+# Coarse operations
+
+COARSE = [
+    pytest.param("host", id="host"),
+    pytest.param("fallback", id="host without memory operations"),
+    pytest.param("cuda:0", id="cuda:0", marks=pytest.mark.gpu),
+]
+
+
+def coarse_device(kind: str) -> Any:
+    return HostDevice(memory_operations=False) if kind == "fallback" else kind
+
+
+@pytest.mark.parametrize("kind", COARSE)
+@pytest.mark.parametrize("wait", ["await", "callback", "done", "drain", "dependent", "close", "load", "timeout"])
+async def test_coarse_operation_completes_when_somebody_waits(kind: str, wait: str) -> None:
+    """However it is waited for, the missing mark comes."""
+    async with rig(coarse_device(kind), lanes=2) as r:
+        word = r.word(1)
+        op = r.launch(add, word, 1, lane=r.off.lanes[0], coarse=True, timeout_s=60 if wait == "timeout" else None)
+        called = asyncio.Event()
+        if wait in ("await", "timeout"):
+            await op
+        elif wait == "callback":
+            op.add_done_callback(lambda _: called.set())
+            await called.wait()
+        elif wait == "done":
+            while not op.done():
+                pass
+        elif wait == "drain":
+            await r.off.drain()
+        elif wait == "dependent":
+            await r.launch(nothing, after=[op], lane=r.off.lanes[1])
+            await op
+        elif wait == "close":
+            await r.off.aclose()
+        else:
+            await r.off.load(ao.Kernel("nothing", cuda=nothing.cuda_source, host=nothing.host_function))
+        assert op.finished
+
+
+@pytest.mark.parametrize("kind", COARSE)
+@pytest.mark.parametrize("wake", ["hybrid", "interrupt", "poll"])
+async def test_coarse_operation_that_nobody_waits_for(kind: str, wake: Any) -> None:
+    """Before the loop sleeps, or after a while of polling, it gets its mark: nothing stays in flight for ever."""
+    async with rig(coarse_device(kind), lanes=2, wake=wake) as r:
+        ops = [r.launch(nothing, coarse=True) for _ in range(5)]
+        await until(lambda: all(op.finished for op in ops))
+
+
+async def test_coarse_operations_have_one_mark() -> None:
+    """Of a row of coarse operations on a lane the next mark tells; they complete together with it."""
+    device = SpyDevice()
+    async with rig(device, lanes=1) as r:
+        gate, word = r.gate(), r.word()
+        await r.off.drain()
+        device.calls.clear()
+        ops = [r.launch(hold_write, gate.address, word, 5, coarse=True)]
+        ops += [r.launch(add, word, 1, coarse=True) for _ in range(20)]
+        assert r.off.lanes[0].queue.unmarked
+        last = r.launch(add, word, 1)
+        assert not r.off.lanes[0].queue.unmarked
+        assert device.calls.count("enqueue_kernel") == 22
+        assert device.calls.count("enqueue_mark") == 0
+        gate.open()
+        await last
+        assert all(op.finished for op in ops)
+        assert await r.read(word) == 26
+
+
+async def test_more_coarse_operations_than_a_lane_takes(device_label: str) -> None:
+    """A lane that is full of them gets a mark, so that the rest goes on."""
+    async with rig(device_label, lanes=1, lane_depth=3) as r:
+        word = r.word()
+        ops = [r.launch(add, word, 1, coarse=True) for _ in range(50)]
+        await ops[-1]
+        assert all(op.finished for op in ops)
+        assert await r.read(word) == 50
+
+
+async def test_coarse_operation_that_fails() -> None:
+    """A host kernel that raises fails its operation and no other."""
+    async with rig(lanes=1) as r:
+        await r.off.load(fail)
+        first, second = r.launch(fail, coarse=True), r.launch(nothing, coarse=True)
+        await second
+        with pytest.raises(ao.LaunchError):
+            await first
+
+
+async def test_coarse_operation_held_on_the_host(device_label: str) -> None:
+    """One that waits on the host when somebody awaits it has a mark of its own once it starts."""
+    async with rig(device_label, lanes=1) as r:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        op = r.launch(nothing, coarse=True, after=[future])
+        task = asyncio.create_task(op.wait())
+        await turns()
+        future.set_result(None)
+        async with asyncio.timeout(3):
+            await task

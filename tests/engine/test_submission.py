@@ -11,7 +11,7 @@ import aiooffload as ao
 from aiooffload.engine.submission import Terms
 from aiooffload.operation import Operation
 from aiooffload.rules.scheduler import waits_for
-from tests.kernels import add, turns
+from tests.kernels import Boom, add, hold_write, nothing, rig, turns
 from tests.reverse_kernels import ask, calling_rig, end_of
 
 
@@ -106,3 +106,208 @@ async def test_dependent_of_a_failed_call(device_label: str) -> None:
         assert isinstance(await end_of(dependent), ao.DependencyError)
         await sharing
         assert await r.read(word) == 0
+
+
+# Custom operations
+
+
+async def test_custom_operation_runs_on_its_lane(device_label: str) -> None:
+    """The function gets the lane; what it enqueues there is part of the operation, whose value is what it returns."""
+    async with rig(device_label, lanes=2) as r:
+        word, gate = r.word(1), r.gate()
+        first = r.launch(hold_write, gate.address, word, 5, lane=r.off.lanes[0])
+
+        def native(lane: ao.Lane) -> int:
+            lane.stream.enqueue_fill(word.address, b"\7\0\0\0\0\0\0\0", 1)
+            return lane.handle
+
+        op = r.off.custom_operation(native, after=[first])
+        assert op.lane is r.off.lanes[0]
+        assert op.instant
+        await turns()
+        assert not op.done()
+        gate.open()
+        assert await op == r.off.lanes[0].handle
+        assert await r.read(word) == 7
+
+
+async def test_custom_operation_that_enqueues_nothing(device_label: str) -> None:
+    """It is done when what came before it on its lane is."""
+    async with rig(device_label, lanes=1) as r:
+        gate = await r.hold()
+        op = r.off.custom_operation(lambda lane: None)
+        await turns()
+        assert not op.done()
+        gate.open()
+        assert await op is None
+
+
+async def test_custom_operation_that_raises_half_way(device_label: str) -> None:
+    """It fails with the exception, once what it had enqueued is done; dependents fail, the lane goes on."""
+    async with rig(device_label, lanes=1) as r:
+        word, gate = r.word(1), r.gate()
+
+        def native(lane: ao.Lane) -> None:
+            r.off.lanes[0].stream.enqueue_fill(word.address, b"\7\0\0\0\0\0\0\0", 1)
+            raise Boom("half-way")
+
+        hold_op = r.launch(hold_write, gate.address, r.word(), 5)
+        op = r.off.custom_operation(native)
+        dependent = r.launch(add, word, 1, after=[op])
+        await turns()
+        assert not op.done()
+        gate.open()
+        with pytest.raises(Boom):
+            await op
+        assert hold_op.finished
+        assert isinstance(await end_of(dependent), ao.DependencyError)
+        assert await r.read(word) == 7
+
+
+async def test_custom_operation_that_submits(device_label: str) -> None:
+    """What the function submits to the same Offload waits until it has returned, and comes after it on its lane."""
+    async with rig(device_label, lanes=1) as r:
+        word, inner = r.word(1), []
+
+        def native(lane: ao.Lane) -> None:
+            inner.append(r.launch(add, word, 1, lane=lane))
+            with pytest.raises(ao.WouldBlock, match="only the host"):
+                r.launch(add, word, 1, instant=True)
+            lane.stream.enqueue_fill(word.address, b"\7\0\0\0\0\0\0\0", 1)
+
+        await r.off.custom_operation(native)
+        await inner[0]
+        assert await r.read(word) == 8
+
+
+async def test_custom_operation_takes_plain_functions(loop_errors: list[dict[str, object]]) -> None:
+    """A coroutine function is refused, and so is a function that returns a coroutine after all."""
+
+    async def coroutine(lane: ao.Lane) -> None: ...
+
+    async with rig("host") as r:
+        for wrong in (coroutine, None, 5):
+            with pytest.raises(ao.UsageError, match="plain function"):
+                r.off.custom_operation(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ao.UsageError, match="plain function"):
+            await r.off.custom_operation(lambda lane: coroutine(lane))
+
+
+async def test_interrupted_custom_operation_is_done(device_label: str) -> None:
+    """KeyboardInterrupt in the function reaches the caller; the operation ends with it, and work goes on."""
+    async with rig(device_label, lanes=1) as r:
+
+        def native(lane: ao.Lane) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            r.off.custom_operation(native)
+        word = r.word(1)
+        await r.launch(add, word, 1)
+        assert await r.read(word) == 2
+        await r.off.drain()
+
+
+async def test_graph_on_the_host() -> None:
+    """The host device has no graphs: the operation fails with UsageError."""
+    async with rig("host") as r:
+        with pytest.raises(ao.UsageError, match="no graphs"):
+            await r.off.launch_graph(17)
+
+
+# Gates
+
+
+async def test_gate_holds_its_lane(device_label: str) -> None:
+    """What is submitted to the lane later waits behind the gate, what was before and other lanes do not."""
+    async with rig(device_label, lanes=2) as r:
+        word, future = r.word(1), asyncio.get_running_loop().create_future()
+        await r.off.drain()
+        before = r.launch(nothing, lane=r.off.lanes[0])
+        gate = r.off.gate(future, lane=r.off.lanes[0])
+        behind = r.launch(add, word, 1, lane=r.off.lanes[0])
+        await before
+        await r.launch(nothing, lane=r.off.lanes[1])
+        await turns()
+        assert not gate.done()
+        assert not behind.done()
+        future.set_result("ignored")
+        assert await gate is None
+        await behind
+        assert await r.read(word) == 2
+
+
+async def test_gate_that_fails_lets_the_lane_go_on(device_label: str) -> None:
+    """What names it fails with DependencyError; what only stands behind it runs."""
+    async with rig(device_label, lanes=1) as r:
+        word, future = r.word(1), asyncio.get_running_loop().create_future()
+        gate = r.off.gate(future, lane=r.off.lanes[0])
+        named, behind = r.launch(add, word, 10, after=[gate]), r.launch(add, word, 1, lane=r.off.lanes[0])
+        future.set_exception(Boom("no"))
+        assert isinstance(await end_of(gate), ao.DependencyError)
+        assert isinstance(await end_of(named), ao.DependencyError)
+        await behind
+        assert await r.read(word) == 2
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+async def test_cycle_through_a_gate_ends(device_label: str, how: str) -> None:
+    """A gate that waits, by a way round, for what stands behind it fails, and the lane goes on."""
+    async with rig(device_label, lanes=1) as r:
+        word, behind = r.word(1), asyncio.get_running_loop().create_future()
+
+        async def way_round() -> None:
+            await (await behind)
+
+        gate = r.off.gate(way_round(), lane=r.off.lanes[0], timeout_s=0.05 if how == "timeout" else 30.0)
+        op = r.launch(add, word, 1, lane=r.off.lanes[0])
+        behind.set_result(op.wait())
+        await turns()
+        assert not op.done()
+        if how == "cancel":
+            gate.cancel()
+        expected = ao.OffloadTimeout if how == "timeout" else asyncio.CancelledError
+        assert isinstance(await end_of(gate), expected)
+        await op
+        assert await r.read(word) == 2
+
+
+async def test_gate_of_an_operation_is_ordered_by_the_device(device_label: str) -> None:
+    """An operation as what opens the gate is a dependency like any other: it was submitted before, so no cycle."""
+    async with rig(device_label, lanes=2) as r:
+        hold = await r.hold(r.off.lanes[1])
+        gate = r.off.gate(r.holds[0], lane=r.off.lanes[0])
+        behind = r.launch(nothing, lane=r.off.lanes[0])
+        assert behind.instant
+        await turns()
+        assert not behind.done()
+        hold.open()
+        await gate
+        await behind
+
+
+async def test_gate_stands_on_a_lane() -> None:
+    """Without a lane of this Offload there is no gate."""
+    async with rig("host") as r, rig("host") as other:
+        for wrong in (None, 0, other.off.lanes[0]):
+            with pytest.raises(ao.UsageError, match="lane"):
+                r.off.gate(asyncio.get_running_loop().create_future(), lane=wrong)  # type: ignore[arg-type]
+
+
+# Instant
+
+
+async def test_what_went_straight_to_the_device(device_label: str) -> None:
+    """``op.instant`` says whether an operation was on the device when its submission returned."""
+    async with rig(device_label, lanes=1, lane_depth=1) as r:
+        await r.off.drain()
+        future = asyncio.get_running_loop().create_future()
+        straight, waiting = r.launch(nothing), r.launch(nothing)
+        held, task = r.launch(nothing, after=[future]), r.off.host_task(_nothing)
+        assert [op.instant for op in (straight, waiting, held, task)] == [True, False, False, False]
+        future.set_result(None)
+        await r.off.drain()
+        assert not waiting.instant
+
+
+async def _nothing() -> None: ...
