@@ -29,7 +29,7 @@ barrier only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -305,10 +305,10 @@ class Device(Protocol):
         *HIP:* hipSetDevice.
         """
 
-    def enqueue_graph(self, stream: Stream, graph: Any) -> None:
-        """Enqueue a replay of an instantiated graph, an object with a ``handle``, or that handle.
+    def replay(self, graph: Any) -> Callable[[Stream], None]:
+        """Return what enqueues a replay of an instantiated graph: an object with a ``handle``, or that handle.
 
-        Raises UsageError where the device has none. *HIP:* hipGraphLaunch.
+        Raises UsageError if it is none, or the device has no graphs. *HIP:* hipGraphLaunch.
         """
 
     def create_event(self) -> Event:

@@ -244,7 +244,7 @@ class Submission:
     def graph(self, graph: Any, terms: Terms) -> Operation[None]:
         """Submit a replay of a graph; see ``Offload.launch_graph``."""
         operation: Operation[None] = Operation(self._loop, self._owner, "graph")
-        operation.steps = lambda stream: self._device.enqueue_graph(stream, graph)
+        operation.steps = self._device.replay(graph)
         self.submit(operation, (), terms, keep=graph)
         return operation
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,15 +111,18 @@ class CudaDevice:
             )
         return CudaStream(handle, int(self._context), owned=False)
 
-    def enqueue_graph(self, stream: Stream, graph: Any) -> None:
+    def replay(self, graph: Any) -> Callable[[Stream], None]:
         """Replay an executable graph, such as cuda.core's ``GraphBuilder.complete()`` returns."""
         handle = getattr(graph, "handle", graph)
-        try:
-            executable = driver.CUgraphExec(int(handle))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"expected an instantiated CUDA graph, not {graph!r}") from error
-        with self.current():
-            unwrap("cuGraphLaunch", driver.cuGraphLaunch(executable, stream.handle))
+        if not isinstance(handle, driver.CUgraphExec) and type(handle) is not int:
+            raise UsageError(f"expected an instantiated CUDA graph, not {graph!r}")
+        executable = driver.CUgraphExec(int(handle))
+
+        def enqueue(stream: Stream) -> None:
+            with self.current():
+                unwrap("cuGraphLaunch", driver.cuGraphLaunch(executable, stream.handle))
+
+        return enqueue
 
     def create_event(self) -> CudaEvent:
         """Create an event without timing."""

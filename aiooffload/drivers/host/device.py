@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -135,7 +136,7 @@ class HostDevice:
         """Return a context manager that does nothing."""
         return nullcontext()
 
-    def enqueue_graph(self, stream: Stream, graph: Any) -> None:
+    def replay(self, graph: Any) -> Callable[[Stream], None]:
         """Raise UsageError."""
         raise UsageError("the host device has no graphs: they are made by cuda.core, on a GPU")
 
