@@ -10,13 +10,14 @@ import select
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from aiooffload.drivers.api import MAX_QUEUED, Device
 from aiooffload.errors import OutOfMemoryError, UsageError
-from tests.drivers.support import COPY_WORD, GEOMETRY, SCALE_ADD, STORE, Kernel, Rig, give_way, until
+from tests.drivers.support import COPY_WORD, GEOMETRY, SCALE_ADD, STORE, Kernel, Lane, Rig, give_way, until
 
 M64 = 2**64
 
@@ -600,6 +601,100 @@ def test_selftest_function(driver_device: Device, rig: Rig) -> None:
     lane = rig.lane()
     rig.launch(lane, Kernel("selftest"))
     until(lane.done, "the self-test's kernel completes")
+
+
+# Streams of somebody else
+
+
+def adopted(rig: Rig, handle: int) -> Lane:
+    """A stream by its handle, with marks of its own."""
+    lane = Lane(rig.device.adopt_stream(handle), rig.word(), rig.word())
+    lane.stream.bind_marks(lane.slot, lane.bell)
+    return lane
+
+
+def test_adopted_stream_is_the_same_queue(rig: Rig) -> None:
+    """What is enqueued through it runs among its owner's work; each has its own marks."""
+    owner = rig.lane()
+    lane = adopted(rig, owner.stream.handle)
+    assert lane.stream.handle == owner.stream.handle
+    word = rig.word()
+    latch = rig.hold(owner)
+    rig.launch(owner, STORE, word, 5)
+    rig.launch(lane, SCALE_ADD, word, 2, 1)
+    rig.launch(owner, SCALE_ADD, word, 3, 0)
+    rig.mark(lane)
+    rig.round_trip()
+    assert (lane.slot.load(), lane.stream.query()) == (0, False)
+    latch.open()
+    until(lane.done, "the adopted stream's mark arrives")
+    until(owner.done, "the owner's mark arrives")
+    assert (word.load(), lane.slot.load(), owner.slot.load()) == (33, 2, 3)
+    assert lane.bell.load() == owner.bell.load() == 1
+
+
+def test_adopted_stream_takes_everything_that_a_stream_does(rig: Rig, eventfd: int) -> None:
+    """Copies, fills, words, events and wakes work on it."""
+    owner, other = rig.lane(), rig.lane()
+    lane = adopted(rig, owner.stream.handle)
+    block, memory, word, go = rig.block(64), rig.registered(64), rig.word(), rig.word()
+    event, before = rig.event(), rig.event()
+    rig.mark(other)
+    other.stream.enqueue_record(before)
+    lane.stream.enqueue_wait_event(before)
+    lane.stream.enqueue_wait(go, 1)
+    lane.stream.enqueue_fill(block.address, b"\5", 64)
+    lane.stream.enqueue_copy(memory.device_address, block.address, 64)
+    lane.stream.enqueue_write(word, 9)
+    lane.stream.enqueue_wake(eventfd)
+    lane.stream.enqueue_record(event)
+    rig.mark(lane)
+    until(other.done, "what it waits for is done")
+    other.stream.enqueue_wait_event(event)
+    rig.mark(other)
+    rig.round_trip()
+    assert not other.done()
+    go.store(1)
+    until(other.done, "what waits for it is done")
+    assert lane.done()
+    assert (word.load(), memory.array[:64].tolist()) == (9, [5] * 64)
+    assert select.select([eventfd], [], [], 5)[0] == [eventfd]
+
+
+def test_closing_an_adopted_stream_leaves_it(rig: Rig) -> None:
+    """The owner goes on using it, and what was enqueued through it runs."""
+    owner = rig.lane()
+    lane, word = adopted(rig, owner.stream.handle), rig.word()
+    latch = rig.hold(owner)
+    rig.launch(lane, STORE, word, 7)
+    lane.stream.close()
+    rig.launch(owner, SCALE_ADD, word, 2, 0)
+    latch.open()
+    until(owner.done, "the owner's stream goes on")
+    assert word.load() == 14
+
+
+def test_no_stream_captures_by_itself(rig: Rig) -> None:
+    """A stream says that it does not capture, an adopted one too."""
+    owner = rig.lane()
+    assert not owner.stream.capturing()
+    assert not adopted(rig, owner.stream.handle).stream.capturing()
+
+
+def test_device_is_current_inside(rig: Rig) -> None:
+    """Entering the device, also twice, changes nothing for the streams."""
+    lane, word = rig.lane(), rig.word()
+    with rig.device.current(), rig.device.current():
+        rig.launch(lane, STORE, word, 3)
+    until(lane.done, "the kernel completes")
+    assert word.load() == 3
+
+
+@pytest.mark.parametrize("wrong", ["graph", None, 1.5])
+def test_what_is_no_graph_is_refused(rig: Rig, wrong: Any) -> None:
+    """Only an instantiated graph can be replayed, and on the host none."""
+    with pytest.raises(UsageError, match="graph"):
+        rig.device.replay(wrong)
 
 
 # Health

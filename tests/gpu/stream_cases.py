@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ async def cupy_stream() -> dict[str, Any]:
 
 async def cublas() -> dict[str, Any]:
     """cuBLAS between two kernels on a lane, through CuPy's bindings of it."""
-    cupy = library("cupy")
+    library("cupy")
     from cupy_backends.cuda.libs import cublas as blas
 
     async with ao.Offload("cuda:0", lanes=2) as off:
@@ -182,9 +183,7 @@ async def graph() -> dict[str, Any]:
             last = off.launch_graph(made, after=[last] if last else ())
         await last
         values.append(float((await off.get(x))[-1]))
-        wrong = []
-        for bad in ("graph", None, 1.5):
-            wrong.append(refused(lambda bad=bad: off.launch_graph(bad)))  # type: ignore[misc]
+        wrong = [refused(partial(off.launch_graph, bad)) for bad in ("graph", None, 1.5)]
         made.close()
         return {"values": values, "early": early, "instant": instant, "wrong": wrong}
 
