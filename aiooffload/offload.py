@@ -67,6 +67,9 @@ class Offload:
     call_timeout_s
         Seconds after which a call of a kernel gives up waiting for the host (status TIMEOUT), on
         the device's clock.
+    scratch_keep_bytes
+        The largest block that a lane keeps between launches with a :class:`Scratch`; 0 keeps nothing. All lanes
+        together keep an eighth of the device's memory at most, and nothing for longer than 5 seconds.
 
     Raises
     ------
@@ -93,14 +96,16 @@ class Offload:
         lane_depth: int = 128,
         calling_lanes: int = 8,
         call_timeout_s: float = 30.0,
+        scratch_keep_bytes: int = 128 << 20,
     ) -> None:
         # None before it was entered, and in a forked child.
         self._engine: Engine | None = None
         self._launcher: Launcher | None = None
         self._state = "was not entered yet: use `async with`"
         self._loop: asyncio.AbstractEventLoop | None = None
-        if any(type(number) is not int for number in (lanes, max_pending, lane_depth, calling_lanes)):
-            raise UsageError("lanes, max_pending, lane_depth and calling_lanes are integers")
+        counts = (lanes, max_pending, lane_depth, calling_lanes, scratch_keep_bytes)
+        if any(type(number) is not int for number in counts):
+            raise UsageError("lanes, max_pending, lane_depth, calling_lanes and scratch_keep_bytes are integers")
         if not 1 <= lanes <= 256:
             raise UsageError(f"lanes is 1 to 256, not {lanes}")
         if not isinstance(device, str):
@@ -117,6 +122,8 @@ class Offload:
             raise UsageError(f"calling_lanes is 1 to 64, not {calling_lanes}")
         if not (isinstance(call_timeout_s, int | float) and 0 < call_timeout_s <= 86_400):
             raise UsageError(f"call_timeout_s is above 0 and at most a day, not {call_timeout_s}")
+        if scratch_keep_bytes < 0:
+            raise UsageError(f"scratch_keep_bytes is at least 0, not {scratch_keep_bytes}")
         self._device = device
         self._options: Final[dict[str, Any]] = {
             "lanes": lanes,
@@ -126,6 +133,7 @@ class Offload:
             "depth": lane_depth,
             "calling_lanes": calling_lanes,
             "call_timeout_s": call_timeout_s,
+            "scratch_keep_nbytes": scratch_keep_bytes,
         }
 
     # -- opening and closing ---------------------------------------------------------------
@@ -237,7 +245,8 @@ class Offload:
             Blocks of the grid and threads of a block: an integer, or up to three.
         args
             One per parameter: Buffers and NumPy scalars; Python numbers where the kernel is
-            annotated. Structs are NumPy structured scalars.
+            annotated. Structs are NumPy structured scalars. ``ao.Scratch(nbytes)`` in place of a
+            Buffer is workspace for this launch alone.
         shared_bytes
             Dynamic shared memory per block; above 48 KiB the kernel is opted in by itself.
         after
@@ -713,7 +722,9 @@ class Offload:
 
         Keys: ``device``, ``submitted``, ``completed``, ``in_flight``, ``pending`` (waiting on the
         host), ``wakes`` (by ``timer`` and by ``monitor``; all else was found by looking),
-        ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes``,
+        ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes`` (of buffers
+        and scratch), ``scratch`` (``kept_bytes`` that nothing uses, ``blocks`` with those in use,
+        ``reuses``, ``allocations``),
         ``calls`` (of kernels: ``served``, ``dropped`` because they made no sense, ``resident``
         kernels that call, ``open`` calls and posts), ``fallback`` (why completions use events,
         empty if they do not).
@@ -728,8 +739,9 @@ class Offload:
             "wakes": dict(engine.completion.wakes),
             "armings": engine.completion.armings,
             "watchdog_checks": engine.watchdog.checks,
-            "buffers": engine.memory.live,
+            "buffers": engine.memory.live - engine.scratch.blocks,
             "allocated_bytes": engine.memory.allocated_bytes,
+            "scratch": engine.scratch.stats(),
             "calls": engine.reverse.stats(),
             "fallback": engine.fallback,
         }
