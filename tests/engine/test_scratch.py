@@ -487,6 +487,18 @@ async def test_loss_while_freeing_is_the_launch_s_failure() -> None:
         assert device.calls.count("allocate") == 0
 
 
+async def test_loss_while_making_room_calls_the_driver_no_more() -> None:
+    """Where freeing what is kept finds that the device is gone, the allocation is not tried again."""
+    device = SpyDevice(HostDevice(memory_limit=10_000))
+    async with rig(device, lanes=1, load=False, bury=True) as r:
+        await use(r, 1000)
+        device.failures["free"] = ao.DeviceLostError("gone", operation="free")
+        device.calls.clear()
+        with pytest.raises(ao.DeviceLostError):
+            r.off.empty(9500, np.uint8)
+        assert device.calls == ["allocate", "free"]
+
+
 async def test_many_launches_leak_nothing() -> None:
     """Ten thousand launches of random sizes on random lanes, some large: what is left is what may be kept."""
     device, dice = SpyDevice(HostDevice(memory_limit=64 * MIB)), random.Random(1)
