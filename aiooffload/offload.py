@@ -70,11 +70,17 @@ class Offload:
     scratch_keep_bytes
         The largest block that a lane keeps between launches with a :class:`Scratch`; 0 keeps nothing. All lanes
         together keep an eighth of the device's memory at most, and nothing for longer than 5 seconds.
+    allocator
+        Where the memory of Buffers and scratch comes from, instead of a pool of the Offload's own: a
+        ``cuda.core.MemoryResource``, or what has its ``allocate(nbytes, stream=...)``, whose result has
+        ``handle`` and ``close(stream)``. For GPUs. Neither call may wait for kernels, as ``cudaFree`` does;
+        the memory is aligned to 256 bytes. It has to live as long as the Offload.
 
     Raises
     ------
     UsageError
-        A parameter is out of range, or no event loop is running at ``__aenter__``.
+        A parameter is out of range; at ``__aenter__`` also where no event loop is running, or where the device
+        cannot use ``allocator``.
     DeviceUnavailableError
         The device or its driver does not exist or cannot be used.
 
@@ -97,6 +103,7 @@ class Offload:
         calling_lanes: int = 8,
         call_timeout_s: float = 30.0,
         scratch_keep_bytes: int = 128 << 20,
+        allocator: Any = None,
     ) -> None:
         # None before it was entered, and in a forked child.
         self._engine: Engine | None = None
@@ -124,6 +131,8 @@ class Offload:
             raise UsageError(f"call_timeout_s is above 0 and at most a day, not {call_timeout_s}")
         if scratch_keep_bytes < 0:
             raise UsageError(f"scratch_keep_bytes is at least 0, not {scratch_keep_bytes}")
+        if allocator is not None and not callable(getattr(allocator, "allocate", None)):
+            raise UsageError(f"an allocator has a method allocate(nbytes, stream=...), {allocator!r} has none")
         self._device = device
         self._options: Final[dict[str, Any]] = {
             "lanes": lanes,
@@ -134,6 +143,7 @@ class Offload:
             "calling_lanes": calling_lanes,
             "call_timeout_s": call_timeout_s,
             "scratch_keep_nbytes": scratch_keep_bytes,
+            "allocator": allocator,
         }
 
     # -- opening and closing ---------------------------------------------------------------

@@ -85,6 +85,8 @@ class Engine:
         The device's deadline for a call.
     scratch_keep_nbytes
         The largest block of scratch that is kept between launches.
+    allocator
+        Where device memory comes from, instead of the device's own pool.
     """
 
     def __init__(
@@ -100,7 +102,10 @@ class Engine:
         calling_lanes: int,
         call_timeout_s: float,
         scratch_keep_nbytes: int,
+        allocator: object | None,
     ) -> None:
+        if allocator is not None:
+            device.use_allocator(allocator)
         self.loop: Final = asyncio.get_running_loop()
         self.device: Final = device
         self.label: Final = device.properties.label

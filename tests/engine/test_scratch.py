@@ -142,6 +142,8 @@ async def test_kernel_that_calls(device_label: str) -> None:
         out = r.off.zeros(1, np.int64)
         for _ in range(3):
             await r.off.launch(ask_scratch, grid=1, block=1, args=(ao.Scratch(16), out))
+            with pytest.raises(ao.OutOfMemoryError):
+                await r.off.launch(ask_scratch, grid=1, block=1, args=(ao.Scratch(2**62), out))
         assert (await r.off.get(out))[0] == 60
         assert r.off.stats()["scratch"]["blocks"] <= 3
 

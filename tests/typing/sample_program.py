@@ -121,7 +121,7 @@ async def errors(off: ao.Offload) -> str:
 
 
 async def main() -> None:
-    async with ao.Offload("auto", lanes=16, wake="hybrid") as off:
+    async with ao.Offload("auto", lanes=16, wake="hybrid", scratch_keep_bytes=1 << 20, allocator=None) as off:
         await memory(off, 1024)
         await launches(off, 1024)
         await calls(off)
