@@ -37,6 +37,7 @@ IDLE_S: Final = 5.0
 """How long a block is kept while nothing uses it."""
 SHARE: Final = 8
 """What all lanes keep together is this part of the device's memory at most."""
+_SCRATCH: Final = frozenset({Scratch})
 
 
 class _Piece(NamedTuple):
@@ -65,7 +66,7 @@ def layout(kernel: Kernel, arguments: Sequence[object], grid: Dimensions, block:
 
     Raises UsageError for one to a scalar parameter, or of a size that its dtype does not divide.
     """
-    if Scratch not in map(type, arguments):
+    if _SCRATCH.isdisjoint(map(type, arguments)):  # on the way of every launch
         return None
     threads = math.prod(triple(grid, "grid")) * math.prod(triple(block, "block"))
     pieces, end = [], 0

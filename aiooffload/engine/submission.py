@@ -123,7 +123,11 @@ class Submission:
         wanted = layout(kernel, args, *geometry[:2]) if args else None
         operation, terms = self._new(kernel, terms)
         self._equip(operation, site, args, wanted, copy_context() if kernel.calls else None)
-        self.submit(operation, uses, terms, keep=args)
+        try:
+            self.submit(operation, uses, terms, keep=args)
+        except BaseException:
+            operation.steps = None  # it refers to the operation, and both would keep the arguments
+            raise
         return operation
 
     def _new(self, kernel: Kernel, terms: Terms) -> tuple[Operation[None], Terms]:

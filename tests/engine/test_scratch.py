@@ -303,6 +303,20 @@ async def test_failed_kernel_gives_it_back() -> None:
         await until(lambda: r.off.stats()["scratch"]["kept_bytes"] == 1024)
 
 
+async def test_refused_submission_keeps_nothing(device_label: str, no_collector: None) -> None:
+    """A launch that was not taken lets go of its other arguments at once, without a collection."""
+    async with rig(device_label, lanes=1, lane_depth=1, max_pending=1) as r:
+        await r.off.load(*KERNELS)
+        await r.hold()
+        waiting = r.launch(hold, r.gate().address)
+        out, before = r.off.empty(3, np.uint64), r.off.stats()["buffers"]
+        with pytest.raises(ao.WouldBlock):
+            r.launch(addresses, out, ao.Scratch(1), ao.Scratch(1), ao.Scratch(1))
+        del out
+        assert r.off.stats()["buffers"] == before - 1
+        assert waiting.cancel()
+
+
 # When memory runs out.
 
 
