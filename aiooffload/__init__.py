@@ -29,7 +29,7 @@ from aiooffload.errors import (
     UsageError,
     WouldBlock,
 )
-from aiooffload.kernel import In, InOut, Kernel, Launch, Out, kernel
+from aiooffload.kernel import In, InOut, Kernel, Launch, Out, Scratch, kernel
 from aiooffload.offload import Offload
 from aiooffload.operation import Operation
 from aiooffload.paths import include_dir
@@ -58,6 +58,7 @@ __all__ = [
     "Out",
     "OutOfMemoryError",
     "PinnedArray",
+    "Scratch",
     "UsageError",
     "WouldBlock",
     "current_call",

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Protocol, TypeVar, get_args, get_origin, overload
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    NoReturn,
+    Protocol,
+    TypeVar,
+    final,
+    get_args,
+    get_origin,
+    overload,
+)
 
 import numpy as np
 
@@ -17,7 +30,19 @@ from aiooffload.types import Access
 if TYPE_CHECKING:
     from cuda.core import Kernel as CoreKernel
 
-__all__ = ["In", "InOut", "Kernel", "Launch", "Out", "Parameter", "PendingCall", "Signature", "kernel", "parameter_of"]
+__all__ = [
+    "In",
+    "InOut",
+    "Kernel",
+    "Launch",
+    "Out",
+    "Parameter",
+    "PendingCall",
+    "Scratch",
+    "Signature",
+    "kernel",
+    "parameter_of",
+]
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -29,6 +54,53 @@ InOut = Annotated[np.ndarray[Any, np.dtype[_T]], Access.READ_WRITE]
 """``ao.InOut[np.float32]``: an array that the kernel reads and writes."""
 
 _PACKABLE: Final = {"f4": "f", "f8": "d", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
+
+
+@final
+class Scratch:
+    """A launch argument: workspace for one launch, where the kernel takes a pointer.
+
+    Parameters
+    ----------
+    nbytes
+        Its size in bytes, at least 0.
+    per_thread
+        Instead of ``nbytes``: bytes for each thread of the grid, the threads' pieces one behind the other.
+
+    Raises
+    ------
+    UsageError
+        A size is negative or no integer, or both or neither were given.
+
+    Notes
+    -----
+    *Content.* Undefined, at least that many bytes, aligned to 256. Several in one launch do not overlap. A host
+    kernel gets a NumPy array of that size, of the annotated dtype or uint8.
+    *Lifetime.* The memory is the launch's until it is done. It comes from a cache of one block per lane, which
+    ``Offload(scratch_keep_bytes=)`` bounds; a launch that cannot get it fails with OutOfMemoryError.
+    *Source.* The idea is the soft-stack cache of GCC's libgomp.
+    """
+
+    __slots__ = ("_each", "_per_thread")
+
+    def __init__(self, nbytes: int | None = None, *, per_thread: int | None = None) -> None:
+        each = per_thread if nbytes is None else nbytes
+        if each is None or (nbytes is not None and per_thread is not None):
+            raise UsageError("Scratch takes nbytes or per_thread=, one of them")
+        try:
+            self._each = operator.index(each)
+        except TypeError:
+            raise UsageError(f"the size of a Scratch is an integer, not {each!r}") from None
+        if self._each < 0:
+            raise UsageError(f"the size of a Scratch is at least 0, not {each}")
+        self._per_thread = nbytes is None
+
+    def size(self, threads: int) -> int:
+        """Return its size in bytes in a launch of so many threads."""
+        return self._each * threads if self._per_thread else self._each
+
+    def __repr__(self) -> str:
+        return f"Scratch({'per_thread=' if self._per_thread else ''}{self._each})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +124,18 @@ class Parameter:
             return "P"
         return "?" if self.dtype is None else _PACKABLE.get(self.dtype.str[1:], "?")
 
-    def check(self, value: object) -> Buffer | np.generic:
+    def check(self, value: object) -> Buffer | Scratch | np.generic:
         """Return ``value`` as this parameter takes it; raises UsageError otherwise."""
         if isinstance(value, Buffer):
             return self._check_buffer(value)
+        if isinstance(value, Scratch):
+            if self.access is None and self.dtype is not None:
+                raise UsageError(f"argument {self.name} is a scalar of {self.dtype}, not a Scratch")
+            return value
         if self.access is not None:
-            raise UsageError(f"argument {self.name} is an array: pass a Buffer, not {type(value).__name__}")
+            raise UsageError(
+                f"argument {self.name} is an array: pass a Buffer or a Scratch, not {type(value).__name__}"
+            )
         if self.dtype is not None:
             return scalar(value, self.dtype, f"argument {self.name}")
         if isinstance(value, np.ndarray) and value.shape == ():
@@ -121,7 +199,7 @@ class Signature:
         if self.parameters is not None and len(arguments) != len(self.parameters):
             raise UsageError(f"kernel {name} takes {len(self.parameters)} arguments, {len(arguments)} were given")
 
-    def check(self, name: str, arguments: Sequence[object]) -> tuple[Buffer | np.generic, ...]:
+    def check(self, name: str, arguments: Sequence[object]) -> tuple[Buffer | Scratch | np.generic, ...]:
         """Check the count and every argument, and convert Python numbers; raises UsageError."""
         if self.parameters is None:
             return tuple(Parameter(f"{i}", None, None).check(value) for i, value in enumerate(arguments))

@@ -70,11 +70,20 @@ class Offload:
     call_timeout_s
         Seconds after which a call of a kernel gives up waiting for the host (status TIMEOUT), on
         the device's clock.
+    scratch_keep_bytes
+        The largest block that a lane keeps between launches with a :class:`Scratch`; 0 keeps nothing. All lanes
+        together keep an eighth of the device's memory at most, and nothing for longer than 5 seconds.
+    allocator
+        Where the memory of Buffers and scratch comes from, instead of a pool of the Offload's own: a
+        ``cuda.core.MemoryResource``, or what has its ``allocate(nbytes, stream=...)``, whose result has
+        ``handle`` and ``close(stream)``. For GPUs. Neither call may wait for kernels, as ``cudaFree`` does;
+        the memory is aligned to 256 bytes. It has to live as long as the Offload.
 
     Raises
     ------
     UsageError
-        A parameter is out of range, or no event loop is running at ``__aenter__``.
+        A parameter is out of range; at ``__aenter__`` also where no event loop is running, or where the device
+        cannot use ``allocator``.
     DeviceUnavailableError
         The device or its driver does not exist or cannot be used.
 
@@ -96,6 +105,8 @@ class Offload:
         lane_depth: int = 128,
         calling_lanes: int = 8,
         call_timeout_s: float = 30.0,
+        scratch_keep_bytes: int = 128 << 20,
+        allocator: Any = None,
     ) -> None:
         # None before it was entered, and in a forked child.
         self._engine: Engine | None = None
@@ -103,9 +114,9 @@ class Offload:
         self._state = "was not entered yet: use `async with`"
         self._loop: asyncio.AbstractEventLoop | None = None
         counts = dict(lanes) if isinstance(lanes, Mapping) else {0: lanes}
-        numbers = (*counts, *counts.values(), max_pending, lane_depth, calling_lanes)
+        numbers = (*counts, *counts.values(), max_pending, lane_depth, calling_lanes, scratch_keep_bytes)
         if any(type(number) is not int for number in numbers):
-            raise UsageError("lanes, max_pending, lane_depth and calling_lanes are integers")
+            raise UsageError("lanes, max_pending, lane_depth, calling_lanes and scratch_keep_bytes are integers")
         if 0 not in counts or min(counts.values()) < 1 or sum(counts.values()) > 256:
             raise UsageError(f"lanes is 1 to 256, some of them of priority 0, not {lanes}")
         if not isinstance(device, str):
@@ -122,6 +133,10 @@ class Offload:
             raise UsageError(f"calling_lanes is 1 to 64, not {calling_lanes}")
         if not (isinstance(call_timeout_s, int | float) and 0 < call_timeout_s <= 86_400):
             raise UsageError(f"call_timeout_s is above 0 and at most a day, not {call_timeout_s}")
+        if scratch_keep_bytes < 0:
+            raise UsageError(f"scratch_keep_bytes is at least 0, not {scratch_keep_bytes}")
+        if allocator is not None and not callable(getattr(allocator, "allocate", None)):
+            raise UsageError(f"an allocator has a method allocate(nbytes, stream=...), {allocator!r} has none")
         self._device = device
         self._options: Final[dict[str, Any]] = {
             "lanes": counts,
@@ -131,6 +146,8 @@ class Offload:
             "depth": lane_depth,
             "calling_lanes": calling_lanes,
             "call_timeout_s": call_timeout_s,
+            "scratch_keep_nbytes": scratch_keep_bytes,
+            "allocator": allocator,
         }
 
     # -- opening and closing ---------------------------------------------------------------
@@ -244,7 +261,8 @@ class Offload:
             Blocks of the grid and threads of a block: an integer, or up to three.
         args
             One per parameter: Buffers and NumPy scalars; Python numbers where the kernel is
-            annotated. Structs are NumPy structured scalars.
+            annotated. Structs are NumPy structured scalars. ``ao.Scratch(nbytes)`` in place of a
+            Buffer is workspace for this launch alone.
         shared_bytes
             Dynamic shared memory per block; above 48 KiB the kernel is opted in by itself.
         after
@@ -909,7 +927,9 @@ class Offload:
 
         Keys: ``device``, ``submitted``, ``completed``, ``in_flight``, ``pending`` (waiting on the
         host), ``wakes`` (by ``timer`` and by ``monitor``; all else was found by looking),
-        ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes``,
+        ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes`` (of buffers
+        and scratch), ``scratch`` (``kept_bytes`` that nothing uses, ``blocks`` with those in use,
+        ``reuses``, ``allocations``),
         ``calls`` (of kernels: ``served``, ``dropped`` because they made no sense, ``resident``
         kernels that call, ``open`` calls and posts), ``fallback`` (why completions use events,
         empty if they do not).
@@ -924,8 +944,9 @@ class Offload:
             "wakes": dict(engine.completion.wakes),
             "armings": engine.completion.armings,
             "watchdog_checks": engine.watchdog.checks,
-            "buffers": engine.memory.live,
+            "buffers": engine.memory.live - engine.scratch.blocks,
             "allocated_bytes": engine.memory.allocated_bytes,
+            "scratch": engine.scratch.stats(),
             "calls": engine.reverse.stats(),
             "fallback": engine.fallback,
         }

@@ -107,6 +107,15 @@ async def loop_errors() -> list[dict[str, Any]]:
     return contexts
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without the cyclic collector: what is dropped has to go by itself."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 # Devices.
 
 

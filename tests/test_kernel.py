@@ -90,7 +90,12 @@ def test_unannotated_numbers_need_a_numpy_type() -> None:
 
 
 def test_array_parameters() -> None:
-    """An array parameter takes a Buffer and nothing else."""
+    """An array parameter takes a Buffer or a Scratch and nothing else."""
+    scratch = ao.Scratch(4)
+    assert Parameter("x", np.dtype("f4"), Access.READ).check(scratch) is scratch
+    assert Parameter("x", None, None).check(scratch) is scratch
+    with pytest.raises(ao.UsageError, match="a scalar of float32, not a Scratch"):
+        Parameter("x", np.dtype("f4"), None).check(scratch)
     for value in (np.ones(3, np.float32), 3, None):
         with pytest.raises(ao.UsageError, match="pass a Buffer"):
             Parameter("x", np.dtype("f4"), Access.READ).check(value)
@@ -122,3 +127,29 @@ def test_takes_nothing() -> None:
     assert Signature(None).takes_nothing(())
     assert not Signature(None).takes_nothing((8,))
     assert not Signature(None).takes_nothing(None)
+
+
+def test_scratch_sizes() -> None:
+    """A size is given as a whole, or per thread; NumPy integers are integers."""
+    assert [ao.Scratch(100).size(threads) for threads in (1, 64)] == [100, 100]
+    assert [ao.Scratch(per_thread=np.int32(100)).size(threads) for threads in (1, 64)] == [100, 6400]
+    assert [repr(ao.Scratch(0)), repr(ao.Scratch(per_thread=8))] == ["Scratch(0)", "Scratch(per_thread=8)"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "one of them"),
+        ({"nbytes": 1, "per_thread": 1}, "one of them"),
+        ({"nbytes": 0, "per_thread": 0}, "one of them"),
+        ({"nbytes": -1}, "at least 0"),
+        ({"per_thread": -1}, "at least 0"),
+        ({"nbytes": 1.5}, "an integer"),
+        ({"per_thread": "8"}, "an integer"),
+    ],
+    ids=str,
+)
+def test_scratch_that_is_none(options: dict[str, Any], text: str) -> None:
+    """Both sizes, none, or one that is no size raises UsageError."""
+    with pytest.raises(ao.UsageError, match=text):
+        ao.Scratch(**options)

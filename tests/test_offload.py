@@ -76,7 +76,7 @@ async def test_zeros_are_numpys(device_label: str, dtype: str) -> None:
     "options",
     [
         {"lanes": 0}, {"lanes": 257}, {"wake": "never"}, {"ordering": "none"}, {"lane_depth": 0}, {"lane_depth": 201},
-        {"max_pending": 0}, {"lanes": "many"}, {"lanes": 2.5},
+        {"max_pending": 0}, {"lanes": "many"}, {"lanes": 2.5}, {"scratch_keep_bytes": -1}, {"scratch_keep_bytes": 1e6},
     ],
     ids=str,
 )  # fmt: skip

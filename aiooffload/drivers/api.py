@@ -314,6 +314,12 @@ class Device(Protocol):
     def create_event(self) -> Event:
         """Create an event without timing. *HIP:* hipEventCreateWithFlags."""
 
+    def use_allocator(self, resource: object) -> None:
+        """Allocate from the program's ``resource`` from now on, which has the protocol of ``cuda.core.MemoryResource``.
+
+        Raises UsageError where the driver cannot. *HIP:* none, its Python packages share no such protocol.
+        """
+
     def allocate(self, nbytes: int) -> Block:
         """Allocate device memory, usable on every stream once this returns.
 

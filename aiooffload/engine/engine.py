@@ -37,6 +37,7 @@ from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.mapping import Arena, Mapping
 from aiooffload.engine.memory import Memory
 from aiooffload.engine.reverse import Opened, Reverse
+from aiooffload.engine.scratch import SHARE, ScratchCache
 from aiooffload.engine.selftest import selftest
 from aiooffload.engine.submission import Submission
 from aiooffload.engine.threads import DaemonExecutor
@@ -85,6 +86,10 @@ class Engine:
         How many lanes there are for launches whose kernels call.
     call_timeout_s
         The device's deadline for a call.
+    scratch_keep_nbytes
+        The largest block of scratch that is kept between launches.
+    allocator
+        Where device memory comes from, instead of the device's own pool.
     """
 
     def __init__(
@@ -99,7 +104,11 @@ class Engine:
         depth: int,
         calling_lanes: int,
         call_timeout_s: float,
+        scratch_keep_nbytes: int,
+        allocator: object | None,
     ) -> None:
+        if allocator is not None:
+            device.use_allocator(allocator)
         self.loop: Final = asyncio.get_running_loop()
         self.device: Final = device
         self.label: Final = device.properties.label
@@ -116,6 +125,8 @@ class Engine:
         self._idle_calls: list[Callable[[], None]] = []
         self._drains: list[asyncio.Future[None]] = []
         self.memory: Final = Memory(device, self.loop, self, self.lose)
+        kept = device.properties.total_bytes // SHARE
+        self.scratch: Final = ScratchCache(self.memory, self.loop, self, scratch_keep_nbytes, kept)
         self.board: Final = Board()
         words = self.memory.register((sum(lanes.values()) + 3) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
@@ -140,6 +151,7 @@ class Engine:
             self.adoptions,
             self.kernels,
             self.reverse,
+            self.scratch,
             self.host_tasks,
             self,
             program_order,
@@ -519,6 +531,7 @@ class Engine:
     def _stop_everything(self, abandoned: list[Any], failure: BaseException) -> None:
         self.launcher.ready = False
         self.memory.lose()
+        self.scratch.stop()
         self.watchdog.stop()
         self.reverse.abandon(failure)
         self.host_tasks.abandon(failure)
@@ -584,6 +597,7 @@ class Engine:
             lane.close()
         self._monitor.close()
         self._idle_stream.close()
+        self.scratch.stop()
         registered = self.memory.close()
         # A task of its own: past the deadline the call, which may wait for somebody else's kernel,
         # goes on without anybody waiting for it.
@@ -621,6 +635,7 @@ def _disown_in_child() -> None:
         engine.refusal = _inherited
         engine.launcher.ready = False
         engine.memory.lose()
+        engine.scratch.stop()
     loss.after_fork()
 
 

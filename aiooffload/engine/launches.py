@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiooffload.drivers.api import CallParameter, Compiled, Device, Function
+    from aiooffload.engine.scratch import ScratchLayout
     from aiooffload.kernel import Kernel, Parameter
 
 __all__ = ["Geometry", "Kernels", "Site", "buffers", "check_sizes", "retrieve"]
@@ -43,10 +44,21 @@ class Site:
                 return packed
         return self._function.prepare(self.plan, self._kernel.signature.check(self._kernel.name, arguments))
 
-    def calling(self, arguments: tuple[Any, ...]) -> Callable[[CallParameter], Any]:
-        """Check and convert the arguments of a kernel that calls, to be packed when its channel is known."""
-        checked = self._kernel.signature.check(self._kernel.name, arguments)
-        return lambda calls: self._function.prepare(self.plan, checked, calls)
+    def late(
+        self,
+        arguments: tuple[Any, ...],
+        wanted: ScratchLayout | None,
+        lend: Callable[[ScratchLayout, Sequence[Any]], Sequence[Any]],
+    ) -> Callable[[CallParameter | None], Any]:
+        """Check and convert the arguments, to be packed when the lane is known, and with it channel and scratch.
+
+        ``lend`` is called then, and puts scratch where ``wanted`` says.
+        """
+        checked: Sequence[Any] = self._kernel.signature.check(self._kernel.name, arguments)
+        if wanted is None:
+            return lambda calls: self._function.prepare(self.plan, checked, calls)
+        self._function.prepare(self.plan, wanted.fill(checked, None))  # now, what does not fit raises at submission
+        return lambda calls: self._function.prepare(self.plan, lend(wanted, checked), calls)
 
 
 class Kernels:

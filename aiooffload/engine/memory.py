@@ -1,9 +1,4 @@
-"""Device memory and pinned memory of one engine: allocating, and giving back without waiting.
-
-A block comes back when the last holder of its lease lets go, which may happen on any thread and
-at any point of a program, the garbage collector's included. So giving back only notes it down;
-the memory is freed on the loop's thread, where the next progress or allocation finds the note.
-"""
+"""Device memory and pinned memory of one engine: allocating, and giving back without waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import asyncio
 import math
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import numpy as np
 
@@ -25,7 +20,9 @@ if TYPE_CHECKING:
 
     from aiooffload.drivers.api import Block, Device, RegisteredMemory
 
-__all__ = ["Memory", "normalise"]
+__all__ = ["Memory", "Returns", "normalise"]
+
+_T = TypeVar("_T")
 
 
 def normalise(shape: int | tuple[int, ...], dtype: DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -40,6 +37,64 @@ def normalise(shape: int | tuple[int, ...], dtype: DTypeLike) -> tuple[tuple[int
     if kind.hasobject:
         raise UsageError(f"dtype {kind} holds Python objects, which a device cannot")
     return sizes, kind
+
+
+class Returns(Generic[_T]):
+    """Takes back what leases let go of, on the loop's thread.
+
+    The last holder of a lease may let go on any thread and at any point of a program, the garbage collector's
+    included. So giving back only notes it down; ``take`` is called where nothing else of its owner's is going on.
+
+    Parameters
+    ----------
+    loop
+        The loop of the thread on which this is made.
+    take
+        Called with each thing that came back.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[_T], None]) -> None:
+        self._loop = loop
+        self._take = take
+        self._thread = threading.get_ident()
+        # Appended to by any thread, emptied by the loop's.
+        self._given: deque[_T] = deque()
+        # How deep in work of the owner's this thread is: the collector must not interrupt it.
+        self._busy = 0
+        self._stopped = False
+
+    def give(self, item: _T) -> None:
+        """Take ``item`` back, now or soon. On any thread."""
+        if self._stopped:
+            return  # it went with the device, or was freed with all others
+        self._given.append(item)
+        if threading.get_ident() == self._thread:
+            self.settle()
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.settle)
+
+    def settle(self) -> None:
+        """Take what came back; what comes back meanwhile is taken by whoever is at it already."""
+        if not self._busy:
+            with self:
+                pass
+
+    def __enter__(self) -> None:
+        """Take what came back, and begin what may not be interrupted."""
+        self._busy += 1
+        if self._busy == 1:
+            while self._given and not self._stopped:
+                self._take(self._given.popleft())
+
+    def __exit__(self, *error: object) -> None:
+        self._busy -= 1  # first: what comes back from now on is taken at once
+        if self._given:
+            self.settle()
+
+    def stop(self) -> None:
+        """Take nothing any more."""
+        self._stopped = True
+        self._given.clear()
 
 
 class Memory:
@@ -66,26 +121,31 @@ class Memory:
     ) -> None:
         self._on_lost = on_lost
         self._device = device
-        self._loop = loop
         self._owner = owner
-        self._thread = threading.get_ident()
-        # Appended to by any thread, emptied by the loop's.
-        self._returned: deque[Block] = deque()
+        self._returns: Final[Returns[Block]] = Returns(loop, self.free)
         self._wanted_pinned: dict[int, list[RegisteredMemory]] = {}
         self._pinned: list[RegisteredMemory] = []
-        self._closed = False
+        # Set once nothing may be freed by a call any more.
         self._lost = False
+        # What the driver said when a block was freed, until somebody can be told.
+        self._loss: DeviceLostError | None = None
         self.allocated_bytes = 0
         # What was allocated and not freed, by identity.
         self._blocks: dict[int, Block] = {}
+        # Frees what is kept for reuse; called when memory has run out.
+        self.give_up_kept: Callable[[], None] = lambda: None
 
     # -- device memory ---------------------------------------------------------------------
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Buffer:
-        """Allocate; raises OutOfMemoryError after giving back what is kept and trying once more."""
+        """Allocate a Buffer; raises as :meth:`allocate` does."""
         sizes, kind = normalise(shape, dtype)
-        nbytes = math.prod(sizes) * kind.itemsize
-        self.collect()
+        block = self.allocate(math.prod(sizes) * kind.itemsize)
+        return Buffer(Allocation(Lease(block, self._returns.give), self._owner), 0, sizes, kind)
+
+    def allocate(self, nbytes: int) -> Block:
+        """Allocate; raises OutOfMemoryError after giving back what is kept and trying once more."""
+        self._returns.settle()
         total = self._device.properties.total_bytes
         if nbytes > total:
             raise OutOfMemoryError(f"{nbytes} bytes were asked for, the device has {total} in all")
@@ -96,36 +156,33 @@ class Memory:
             raise
         self.allocated_bytes += nbytes
         self._blocks[id(block)] = block
-        return Buffer(Allocation(Lease(block, self._give_back), self._owner), 0, sizes, kind)
+        return block
 
     def _allocate(self, nbytes: int) -> Block:
+        self._check_well()
         try:
             return self._device.allocate(nbytes)
         except OutOfMemoryError:
+            self.give_up_kept()
+            self._check_well()
             self._device.trim()
             return self._device.allocate(nbytes)
 
-    def _give_back(self, block: Block) -> None:
-        if self._lost or self._closed:
-            return  # it went with the device, or was freed with all others
-        self._returned.append(block)
-        if threading.get_ident() == self._thread:
-            self.collect()
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.collect)
+    def _check_well(self) -> None:
+        """Raise what freeing met, rather than call a driver that has lost its device."""
+        if self._loss is not None:
+            raise self._loss
 
-    def collect(self) -> None:
-        """Free what came back. On the loop's thread."""
-        while self._returned and not self._lost:
-            self._free(self._returned.popleft())
-
-    def _free(self, block: Block) -> None:
-        if self._blocks.pop(id(block), None) is not None:
-            self.allocated_bytes -= block.nbytes
-            try:
-                self._device.free(block)
-            except DeviceLostError as error:
-                self._on_lost(error)
+    def free(self, block: Block) -> None:
+        """Free a block that nothing enqueued touches. On the loop's thread."""
+        if self._lost or self._blocks.pop(id(block), None) is None:
+            return
+        self.allocated_bytes -= block.nbytes
+        try:
+            self._device.free(block)
+        except DeviceLostError as error:
+            self._loss = error
+            self._on_lost(error)
 
     @property
     def live(self) -> int:
@@ -156,10 +213,9 @@ class Memory:
 
     def close(self) -> list[RegisteredMemory]:
         """Free everything, Buffers that live on included; return the registered memory, to be unregistered."""
-        self._closed = True
+        self._returns.stop()
         for block in list(self._blocks.values()):
-            if not self._lost:
-                self._free(block)
+            self.free(block)
         self._wanted_pinned.clear()
         pinned, self._pinned = self._pinned, []
         return pinned
@@ -167,4 +223,4 @@ class Memory:
     def lose(self) -> None:
         """The device is gone: from now on nothing is freed by a call."""
         self._lost = True
-        self._returned.clear()
+        self._returns.stop()

@@ -162,7 +162,7 @@ class Reverse:
         self,
         operation: Operation[None],
         context: Context,
-        prepare: Callable[[CallParameter], Any],
+        prepare: Callable[[CallParameter | None], Any],
         stream: Stream,
     ) -> None:
         """Enqueue the kernel of ``operation`` and what tells the host where its requests end."""

@@ -16,6 +16,7 @@ from aiooffload.engine.adopted import Adoptions, check_stream
 from aiooffload.engine.host_functions import waiting_launches
 from aiooffload.engine.lanes import Lane, Lanes
 from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
+from aiooffload.engine.scratch import ScratchCache, ScratchLayout, layout
 from aiooffload.errors import DeviceLostError, OffloadTimeout, UsageError, WouldBlock
 from aiooffload.kernel import Kernel
 from aiooffload.operation import Operation
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from aiooffload.buffer import Allocation, PinnedArray
-    from aiooffload.drivers.api import Device, Stream
+    from aiooffload.drivers.api import CallParameter, Device, Stream
     from aiooffload.engine.host_tasks import HostTasks
     from aiooffload.engine.reverse import Reverse
     from aiooffload.operation import OperationOwner
@@ -70,6 +71,8 @@ class Submission:
         What is loaded, and the geometries that were used.
     reverse
         Starts the launches whose kernels call.
+    scratch
+        Lends workspace to launches.
     host_tasks
         Runs the steps on the host.
     owner
@@ -92,6 +95,7 @@ class Submission:
         adoptions: Adoptions,
         kernels: Kernels,
         reverse: Reverse,
+        scratch: ScratchCache,
         host_tasks: HostTasks,
         owner: OperationOwner,
         program_order: bool,
@@ -105,6 +109,7 @@ class Submission:
         self._adoptions = adoptions
         self._kernels = kernels
         self._reverse = reverse
+        self._scratch = scratch
         self._host_tasks = host_tasks
         self._owner = owner
         self._program_order = program_order
@@ -132,9 +137,14 @@ class Submission:
                 return self._launch_after_load(kernel, geometry, args, terms)
             site = self._plan(kernel, geometry)
         uses = buffers(kernel, args, self._owner) if args else ()
+        wanted = layout(kernel, args, *geometry[:2]) if args else None
         operation, terms = self._new(kernel, terms)
-        self._equip(operation, site, args, copy_context() if kernel.calls else None)
-        self.submit(operation, uses, terms, keep=args)
+        self._equip(operation, site, args, wanted, copy_context() if kernel.calls else None)
+        try:
+            self.submit(operation, uses, terms, keep=args)
+        except BaseException:
+            operation.steps = None  # it refers to the operation, and both would keep the arguments
+            raise
         return operation
 
     def _new(self, kernel: Kernel, terms: Terms) -> tuple[Operation[None], Terms]:
@@ -159,13 +169,24 @@ class Submission:
             terms = terms._replace(lane=lane)
         return operation, terms
 
-    def _equip(self, operation: Operation[None], site: Site, args: tuple[Any, ...], context: Context | None) -> None:
+    def _equip(
+        self,
+        operation: Operation[None],
+        site: Site,
+        args: tuple[Any, ...],
+        wanted: ScratchLayout | None,
+        context: Context | None,
+    ) -> None:
         """Give it what it takes to start; raises UsageError for arguments that do not fit."""
         operation.plan = site.plan
-        if context is None:
+        if context is None and wanted is None:
             operation.prepared = site.prepare(args)
+            return
+        prepare = site.late(args, wanted, partial(self._scratch.fill, operation))
+        if context is None:
+            operation.steps = partial(_start, operation, prepare)
         else:
-            operation.steps = partial(self._reverse.start, operation, context, site.calling(args))
+            operation.steps = partial(self._reverse.start, operation, context, prepare)
 
     def _plan(self, kernel: Kernel, geometry: Geometry) -> Site:
         try:
@@ -181,6 +202,7 @@ class Submission:
         self._kernels.check_geometry(geometry)
         kernel.signature.check(kernel.name, args)
         uses = buffers(kernel, args, self._owner)
+        wanted = layout(kernel, args, *geometry[:2])
         if waiting_launches():
             raise UsageError(
                 f"kernel {kernel.name} is not loaded, and loading it would wait for the launch that waits for this "
@@ -198,7 +220,7 @@ class Submission:
                 return
             try:
                 load.result()
-                self._equip(operation, self._plan(kernel, geometry), args, context)
+                self._equip(operation, self._plan(kernel, geometry), args, wanted, context)
             except (Exception, asyncio.CancelledError) as error:  # whatever it was, the launch ends with it
                 self._lanes.stop(operation, self._lanes.dead or error)
             else:
@@ -384,3 +406,9 @@ class Submission:
             timeout_s, lambda: self._cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
         )
         operation.add_done_callback(lambda _: handle.cancel())
+
+
+def _start(operation: Operation[None], prepare: Callable[[CallParameter | None], Any], stream: Stream) -> None:
+    """Enqueue a kernel whose arguments could not be packed before its lane was known."""
+    assert operation.plan is not None
+    stream.enqueue_kernel(operation.plan, prepare(None), operation, 0)

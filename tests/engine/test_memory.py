@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -222,15 +221,6 @@ async def test_buffers_outlive_the_offload(device_label: str) -> None:
     buffer.close()
     del buffer, pinned
     gc.collect()
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Without the cyclic collector: what is dropped has to go by itself."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def test_buffers_that_were_put_go_by_themselves(device_label: str, no_collector: None) -> None:

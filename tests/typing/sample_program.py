@@ -62,6 +62,8 @@ async def launches(off: ao.Offload, n: int) -> None:
     first = off.launch(saxpy, grid=(n + 255) // 256, block=256, args=(2.0, x, y, n))
     assert_type(first, ao.Operation[None])
     second = off.launch(clear, grid=(1, 1, 1), block=(32, 1, 1), args=(y,), after=[first], timeout_s=5.0)
+    off.launch(clear, grid=4, block=256, args=(ao.Scratch(per_thread=16),)).add_done_callback(print)
+    off.launch(clear, grid=1, block=1, args=(ao.Scratch(4096),))
     async with second:
         await second
     async with asyncio.TaskGroup() as group:
@@ -119,7 +121,7 @@ async def errors(off: ao.Offload) -> str:
 
 
 async def main() -> None:
-    async with ao.Offload("auto", lanes=16, wake="hybrid") as off:
+    async with ao.Offload("auto", lanes=16, wake="hybrid", scratch_keep_bytes=1 << 20, allocator=None) as off:
         await memory(off, 1024)
         await launches(off, 1024)
         await calls(off)

@@ -11,10 +11,12 @@ from cuda.bindings import driver
 from cuda.core import Device as CoreDevice
 from cuda.core import Kernel as CoreKernel
 from cuda.core import ObjectCode
+from cuda.core import Stream as CoreStream
 from numpy.typing import NDArray
 
 from aiooffload._native import CudaEvent, CudaStream, cuda_initialise
 from aiooffload.drivers.api import DeviceProperties
+from aiooffload.drivers.cuda.allocator import Allocator, AllocatorBlock
 from aiooffload.drivers.cuda.compiler import compile_source
 from aiooffload.drivers.cuda.function import CudaFunction
 from aiooffload.drivers.cuda.library import initialise
@@ -75,6 +77,8 @@ class CudaDevice:
         with self.current():
             self._memory_stream = self.create_stream()
             self._pool = self._create_pool()
+        # The program's, instead of the pool.
+        self._allocator: Allocator | None = None
         self._xid = XidWatch(self.properties.unique_id)
 
     @contextmanager
@@ -142,25 +146,37 @@ class CudaDevice:
         unwrap("cuMemPoolSetAttribute", driver.cuMemPoolSetAttribute(pool, threshold, value))
         return pool
 
-    def allocate(self, nbytes: int) -> CudaBlock:
-        """Allocate from the pool; usable on every stream once this returns."""
+    def use_allocator(self, resource: object) -> None:
+        """Allocate from ``resource`` instead of the pool; raises UsageError if its memory is not for devices."""
+        with self.current():
+            self._allocator = Allocator(resource, CoreStream.from_handle(self._memory_stream.handle))
+
+    def allocate(self, nbytes: int) -> Block:
+        """Allocate from the pool or the program's allocator; usable on every stream once this returns."""
         if nbytes == 0:
             return CudaBlock(0, 0)
         stream = self._memory_stream
         with self.current():
-            result = driver.cuMemAllocFromPoolAsync(nbytes, self._pool, stream.handle)
-            address = unwrap("cuMemAllocFromPoolAsync", result, f"{nbytes} bytes")
+            block = self._from_pool(nbytes) if self._allocator is None else self._allocator.allocate(nbytes)
             # The stream carries allocations and frees alone, so this waits for no kernel; after it
             # the memory needs no ordering against other streams.
             if not stream.query():
                 unwrap("cuStreamSynchronize", driver.cuStreamSynchronize(stream.handle))
-        return CudaBlock(int(address), nbytes)
+        return block
+
+    def _from_pool(self, nbytes: int) -> CudaBlock:
+        result = driver.cuMemAllocFromPoolAsync(nbytes, self._pool, self._memory_stream.handle)
+        return CudaBlock(int(unwrap("cuMemAllocFromPoolAsync", result, f"{nbytes} bytes")), nbytes)
 
     def free(self, block: Block) -> None:
-        """Free to the pool."""
+        """Free to where it came from."""
         if block.nbytes == 0:
             return
         with self.current():
+            if isinstance(block, AllocatorBlock):
+                assert self._allocator is not None
+                self._allocator.free(block)
+                return
             unwrap("cuMemFreeAsync", driver.cuMemFreeAsync(block.address, self._memory_stream.handle))
 
     def trim(self) -> None:

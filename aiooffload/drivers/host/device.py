@@ -146,6 +146,10 @@ class HostDevice:
 
     # ---- memory ----
 
+    def use_allocator(self, resource: object) -> None:
+        """Raise UsageError: memory for a GPU is of no use here."""
+        raise UsageError("the host device takes no allocator: its memory is NumPy's")
+
     def allocate(self, nbytes: int) -> Block:
         """Allocate memory; raises OutOfMemoryError beyond the limit, after which freeing helps."""
         if self._limit is not None and self._allocated + nbytes > self._limit:
