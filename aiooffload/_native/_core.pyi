@@ -172,6 +172,12 @@ class Board:
     """Whether a look is scheduled, so that a push need not tell anybody."""
     def pick(self, first: int, last: int) -> int:
         """Index of the least busy lane in range(first, last) that is not reserved, rotating among equals."""
+    def pick_after(self, first: int, last: int, deps: list[Any], /) -> int:
+        """Index of the lane in range(first, last) on which an operation would start first that comes after ``deps``.
+
+        Of several that would start it as early: the one that holds all of ``deps``, so that it needs no event there;
+        then the one that would be idle for the shortest time before, then the least busy. One that is full comes last.
+        """
     def poll(self, spin_ns: int = 0) -> int:
         """Finish every operation whose mark arrived, read what the channel holds, and return how many of both.
 

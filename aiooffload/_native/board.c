@@ -23,8 +23,23 @@ static void set_unmarked(AoQueue *self, int unmarked) {
 
 static inline uint64_t head_sequence(const AoQueue *q) { return q->issued - q->in_flight + 1; }
 
+/* When the last of `deps` (a list of operations, or NULL) is expected to be done. */
+static int64_t ready_ns(PyObject *deps) {
+    int64_t ready = 0;
+    for (Py_ssize_t i = 0; deps && PyList_CheckExact(deps) && i < PyList_GET_SIZE(deps); i++) {
+        const AoOperation *dep = (AoOperation *)PyList_GET_ITEM(deps, i);
+        if (!dep->finished && dep->due_ns > ready) ready = dep->due_ns;
+    }
+    return ready;
+}
+
+/* When the lane is expected to be done with what it has. */
+static int64_t free_ns(const AoQueue *self, int64_t now) { return self->in_flight && self->end_ns > now ? self->end_ns : now; }
+
 void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
     uint32_t place = (self->head + self->in_flight) % self->depth;
+    int64_t start = free_ns(self, started_ns), ready = ready_ns(op->deps);
+    self->end_ns = op->due_ns = (start > ready ? start : ready) + (op->plan ? ao_plan_expected((AoPlan *)op->plan) : 0);
     self->ring[place] = (AoOperation *)Py_NewRef(op);
     self->started_ns[place] = started_ns;
     self->in_flight++;
@@ -316,6 +331,59 @@ Py_ssize_t ao_board_pick(AoBoard *self, Py_ssize_t first, Py_ssize_t last, const
     return best;
 }
 
+static int needs_event(const AoQueue *lane, PyObject *deps) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(deps); i++) {
+        const AoOperation *dep = (AoOperation *)PyList_GET_ITEM(deps, i);
+        if (!dep->finished && dep->queue != (PyObject *)lane) return 1;
+    }
+    return 0;
+}
+
+typedef struct {
+    int full;                 /* it would wait on the host */
+    int64_t start;            /* when it would start, */
+    int away;                 /* behind an event, since not all that it comes after is there, */
+    int64_t idle;             /* and how long the lane would have been idle by then */
+    Py_ssize_t load;
+} prospect;
+
+static int is_better(const prospect *a, const prospect *b) {
+    if (a->full != b->full) return a->full < b->full;
+    if (a->start != b->start) return a->start < b->start;
+    if (a->away != b->away) return a->away < b->away;
+    if (a->idle != b->idle) return a->idle < b->idle;
+    return a->load < b->load;
+}
+
+Py_ssize_t ao_board_pick_after(AoBoard *self, Py_ssize_t first, Py_ssize_t last, PyObject *deps) {
+    int64_t now = ao_now_ns(), ready = ready_ns(deps);
+    Py_ssize_t best = first;
+    prospect of_best = {.full = 2};
+    for (Py_ssize_t i = first; i < last; i++) {
+        const AoQueue *lane = ao_board_lane(self, i);
+        if (lane->reserved) continue;
+        int64_t free = free_ns(lane, now), start = free > ready ? free : ready;
+        prospect p = {lane->in_flight == lane->depth || lane->load > 0, start, needs_event(lane, deps), start - free,
+                      (Py_ssize_t)lane->in_flight + lane->load};
+        if (is_better(&p, &of_best)) best = i, of_best = p;
+    }
+    return best;
+}
+
+static PyObject *board_pick_after(AoBoard *self, PyObject *args) {
+    Py_ssize_t first, last;
+    PyObject *deps;
+    if (!PyArg_ParseTuple(args, "nnO!:pick_after", &first, &last, &PyList_Type, &deps)) return NULL;
+    if (first < 0 || last > PyList_GET_SIZE(self->lanes) || first >= last) {
+        PyErr_SetString(PyExc_ValueError, "pick_after(first, last, deps) takes a range of lanes that is not empty");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(deps); i++)
+        if (!PyObject_TypeCheck(PyList_GET_ITEM(deps, i), &AoOperation_Type))
+            return PyErr_Format(PyExc_TypeError, "pick_after() takes a list of operations");
+    return PyLong_FromSsize_t(ao_board_pick_after(self, first, last, deps));
+}
+
 static PyObject *board_pick(AoBoard *self, PyObject *const *args, Py_ssize_t nargs) {
     Py_ssize_t first = nargs == 2 ? PyLong_AsSsize_t(args[0]) : -1, last = nargs == 2 ? PyLong_AsSsize_t(args[1]) : -1;
     if (PyErr_Occurred()) return NULL;
@@ -420,6 +488,8 @@ static PyMethodDef board_methods[] = {
     {"add", (PyCFunction)(void (*)(void))board_add, METH_VARARGS | METH_KEYWORDS, "Add a lane and return its queue."},
     {"poll", (PyCFunction)(void (*)(void))board_poll, METH_FASTCALL, "Finish every operation whose mark arrived."},
     {"pick", (PyCFunction)(void (*)(void))board_pick, METH_FASTCALL, "Index of the least busy lane of a range."},
+    {"pick_after", (PyCFunction)board_pick_after, METH_VARARGS,
+     "Index of the lane of a range on which an operation would start first that comes after some others."},
     {"due_ns", (PyCFunction)board_due_ns, METH_NOARGS, "The earliest known due time over all lanes, 0 if none is known."},
     {"abandon", (PyCFunction)board_abandon, METH_NOARGS, "Empty every queue, finishing nothing."},
     {NULL, NULL, 0, NULL},

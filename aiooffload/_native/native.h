@@ -95,6 +95,7 @@ typedef struct {
     PyObject *queue;          /* the AoQueue it was pushed to, or NULL */
     uint64_t sequence;        /* its mark on that lane; meaningless while queue is NULL */
     int64_t submitted_ns, finished_ns;
+    int64_t due_ns;           /* when it is expected to be done, as of its push */
     char tiny;                /* as of its push: see AoQueue.heavy */
     char finished;            /* goes from 0 to 1 once; result and failure are final from then on */
     char looked;              /* somebody saw the failure */
@@ -122,6 +123,7 @@ typedef struct AoQueue {
     AoOperation **ring;       /* strong references */
     int64_t *started_ns;      /* per ring place: when it was pushed */
     int64_t last_done_ns;     /* when the lane last completed something */
+    int64_t end_ns;           /* due_ns of the last push: when the lane is expected to be done with everything */
     uint32_t heavy;           /* in flight and not tiny */
     Py_ssize_t load;          /* operations queued for it on the host */
     char reserved;            /* takes only what names it: pick() passes over it */
@@ -151,6 +153,8 @@ static inline AoQueue *ao_board_lane(const AoBoard *board, Py_ssize_t i) {
 /* Index of the least busy lane of [first, last), which is not empty; for a tiny plan rather one that is
  * awake with tiny work. `plan` may be NULL. */
 Py_ssize_t ao_board_pick(AoBoard *board, Py_ssize_t first, Py_ssize_t last, const AoPlan *plan);
+/* Index of the lane of [first, last) on which an operation would start first that comes after `deps`, a list. */
+Py_ssize_t ao_board_pick_after(AoBoard *board, Py_ssize_t first, Py_ssize_t last, PyObject *deps);
 /* The mark issued + 1 of a lane that has room was enqueued for `op`. */
 void ao_queue_push(AoQueue *queue, AoOperation *op, int64_t started_ns);
 

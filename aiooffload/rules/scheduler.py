@@ -11,8 +11,10 @@ through these states::
               copy that goes piece by piece)
     finished
 
-Order on the device costs nothing on one lane, and an event between two. So an operation whose
-unfinished dependencies all sit on one lane goes there, and any other to the least busy lane of its
+Order on the device costs nothing on one lane, and an event between two. An operation with
+unfinished dependencies goes where it is expected to start first, by how long the kernels in between
+took so far. Where several lanes are as good, as in a chain, or where nothing is known, that is the
+lane that holds all dependencies, if there is one. One without goes to the least busy lane of its
 priority. What only the host can wait for (a host task, a gate, a launch whose kernel calls) holds
 what comes after it on the host.
 
@@ -70,6 +72,12 @@ class Board(Protocol):
 
     def pick(self, first: int, last: int, /) -> int:
         """Return the index of the least busy lane of a range that is not reserved."""
+
+    def pick_after(self, first: int, last: int, deps: list[Any], /) -> int:
+        """Return the index of the lane, not reserved, on which what comes after ``deps`` is expected to start first.
+
+        Of several, the one that holds all of ``deps``: order costs nothing there.
+        """
 
 
 class Work(Protocol):
@@ -239,7 +247,7 @@ class Scheduler(Generic[_W, _L]):
             return None
         if self._is_paused(operation):
             return "maintenance is going on, or an operation is being put together"
-        target = lane or self._home(operation, deps) or self._pick(operation)
+        target = lane or self._choose(operation, deps)
         if target.waiting or target.queue.in_flight >= target.queue.depth:
             return f"lane {target.index} is full"
         return None
@@ -297,7 +305,7 @@ class Scheduler(Generic[_W, _L]):
             self._ready.append(operation)
             self._start_ready()
         else:
-            self._to_lane(operation, self._home_or_pick(operation))
+            self._to_lane(operation, operation.lane or self._choose(operation, operation.deps or ()))
 
     def _hold_until_done(self, operation: _W, dep: _W) -> None:
         """Hold ``operation``, which runs on the host, until ``dep`` is done, not only on the device."""
@@ -327,30 +335,14 @@ class Scheduler(Generic[_W, _L]):
         first, last = self.groups.get(operation.priority, (0, 0))
         return first <= lane.index < last and not lane.queue.reserved
 
-    def _home(self, operation: _W, deps: Iterable[_W]) -> _L | None:
-        """The lane on which all unfinished dependencies sit, if it is one and ``operation`` may go there."""
-        if operation.calling:
-            return None
-        home: _L | None = None
-        for dep in deps:
-            if dep.finished:
-                continue
-            if home is not None and dep.lane is not home:
-                return None
-            home = dep.lane
-        return home if home is not None and self._joins(operation, home) else None
-
-    def _home_or_pick(self, operation: _W) -> _L:
-        if operation.lane is not None:
-            chosen: _L = operation.lane
-            return chosen
-        return self._home(operation, operation.deps or ()) or self._pick(operation)
-
-    def _pick(self, operation: _W) -> _L:
+    def _choose(self, operation: _W, deps: Iterable[_W]) -> _L:
+        """Return the lane for an operation that names none."""
         if operation.calling:
             first = self.calling[0].index
             return self.lanes[self._board.pick(first, first + len(self.calling))]
-        return self.lanes[self._board.pick(*self.groups[operation.priority])]
+        group = self.groups[operation.priority]
+        ahead = [dep for dep in deps if not dep.finished]
+        return self.lanes[self._board.pick_after(*group, ahead) if ahead else self._board.pick(*group)]
 
     def _is_paused(self, operation: _W) -> bool:
         """Whether maintenance keeps it on the host; a host function's launch it has to wait for."""
@@ -410,7 +402,7 @@ class Scheduler(Generic[_W, _L]):
                 elif start is not None:
                     start()
                 else:
-                    self._to_lane(operation, self._home_or_pick(operation))
+                    self._to_lane(operation, operation.lane or self._choose(operation, operation.deps or ()))
         finally:
             self._starting = False
         self._on_room()

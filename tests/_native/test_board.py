@@ -519,3 +519,134 @@ def test_a_completion_teaches_its_plan() -> None:
         reach(queue, queue.issued)
         board.poll()
         assert known.samples == samples
+
+
+# -- choosing a lane -----------------------------------------------------------------------
+
+
+def running(queue: LaneQueue, *durations_ns: int) -> list[Operation]:
+    """Push operations that are known to take so long; 0 means that nothing is known."""
+    operations = []
+    for duration in durations_ns:
+        operation = make()
+        if duration:
+            operation.plan = plan(duration, duration)
+        queue.push(operation)
+        operations.append(operation)
+    return operations
+
+
+LONG = 1_000_000_000
+"""Long enough that the clock does not catch up within a test."""
+
+
+def test_reserved_lanes_are_passed_over() -> None:
+    """Neither of the two ways to choose takes a reserved lane, however idle it is."""
+    board = Board()
+    queues = [board.add(word(), 4) for _ in range(3)]
+    queues[0].reserved = True
+    assert {board.pick(0, 3) for _ in range(6)} == {1, 2}
+    (first,) = running(queues[1], LONG)
+    assert board.pick_after(0, 3, [first]) == 1
+    queues[1].reserved = True
+    assert board.pick_after(0, 3, [first]) == 2
+
+
+def test_chain_stays_on_its_lane() -> None:
+    """What comes after the last operation of a lane goes there: no other lane could start it earlier."""
+    board = Board()
+    queues = [board.add(word(), 8) for _ in range(4)]
+    last = running(queues[2], LONG, LONG, LONG)[-1]
+    assert board.pick_after(0, 4, [last]) == 2
+
+
+def test_lane_that_goes_on_with_something_else_is_left() -> None:
+    """What comes after an operation behind which others wait starts earlier on another lane."""
+    board = Board()
+    queues = [board.add(word(), 8) for _ in range(3)]
+    first = running(queues[0], LONG, 5 * LONG)[0]
+    running(queues[1], 3 * LONG)
+    assert board.pick_after(0, 3, [first]) == 2
+    running(queues[2], 2 * LONG)
+    assert board.pick_after(0, 3, [first]) == 2
+
+
+def test_lane_that_would_be_idle_for_the_shortest_time() -> None:
+    """Of lanes that are free in time, the one that is busy longest: the others stay for what can start earlier."""
+    board = Board()
+    queues = [board.add(word(), 8) for _ in range(4)]
+    first = running(queues[0], 5 * LONG, 5 * LONG)[0]
+    for queue, busy in zip(queues[1:], (1, 4, 2), strict=True):
+        running(queue, busy * LONG)
+    assert board.pick_after(0, 4, [first]) == 2
+
+
+def test_dependencies_on_several_lanes() -> None:
+    """The last of them counts; where it ends and nothing follows, nothing is lost by going there."""
+    board = Board()
+    queues = [board.add(word(), 8) for _ in range(3)]
+    early, late = running(queues[0], LONG)[0], running(queues[1], 6 * LONG)[0]
+    assert board.pick_after(0, 3, [early, late]) == 1
+
+
+def test_where_nothing_is_known() -> None:
+    """The lane of all dependencies, else the least busy one."""
+    board = Board()
+    queues = [board.add(word(), 8) for _ in range(3)]
+    first, second = running(queues[0], 0, 0, 0)[0], running(queues[1], 0, 0)[0]
+    assert board.pick_after(0, 3, [first]) == 0
+    assert board.pick_after(0, 3, [first, second]) == 2
+
+
+def test_full_lane_comes_last() -> None:
+    """A lane without room, or with operations that wait on the host, is taken only if all are so."""
+    board = Board()
+    queues = [board.add(word(), 2) for _ in range(3)]
+    chain = running(queues[0], LONG, LONG)
+    running(queues[1], 9 * LONG)
+    queues[2].load = 1
+    assert board.pick_after(0, 3, [chain[-1]]) == 1
+    running(queues[1], LONG)
+    assert board.pick_after(0, 3, [chain[-1]]) == 0
+
+
+def test_finished_dependencies_do_not_count() -> None:
+    """They are neither waited for nor a reason to go anywhere."""
+    board = Board()
+    queues = [board.add(word(), 4) for _ in range(2)]
+    first = running(queues[0], 9 * LONG)[0]
+    second = running(queues[1], LONG)[0]
+    reach(queues[0], 1)
+    board.poll()
+    assert first.finished
+    assert board.pick_after(0, 2, [first, second]) == 1
+
+
+@pytest.mark.parametrize("arguments", [(0, 0, []), (0, 3, []), (-1, 1, []), (0, 1, [None]), (0, 1, ()), (0, 1)])
+def test_choosing_from_nothing(arguments: tuple[Any, ...]) -> None:
+    """A range without lanes, or what are no operations, is refused."""
+    board = Board()
+    board.add(word(), 1)
+    with pytest.raises((ValueError, TypeError)):
+        board.pick_after(*arguments)
+
+
+def test_lanes_whose_last_operation_is_coarse() -> None:
+    """A coarse push leaves its lane unmarked until a later push, or a mark after all."""
+    board = Board()
+    queues = [board.add(word(), 4) for _ in range(2)]
+    for queue in queues:
+        operation = make()
+        operation.coarse = True
+        queue.push(operation)
+    assert board.unmarked == 2
+    assert all(queue.unmarked for queue in queues)
+    queues[0].push(make())
+    queues[1].marked()
+    queues[1].marked()
+    assert (board.unmarked, queues[0].unmarked, queues[1].unmarked) == (0, False, False)
+    operation = make()
+    operation.coarse = True
+    queues[0].push(operation)
+    board.abandon()
+    assert board.unmarked == 0

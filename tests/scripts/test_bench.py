@@ -248,3 +248,20 @@ with Watch(lambda: print("last words")).step("a step", 0.2):
 """)
     assert (done.returncode, done.stdout) == (3, "last words\n")
     assert "a step hangs" in done.stderr
+
+
+def test_graph(tmp_path: Path) -> None:
+    """``graph`` measures every way with every duration, and the await beside a flood."""
+    done = bench("graph", "--device", "host", "--smoke", "--json", "figures.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    ways = [(us, way) for us in (400, 20) for way in ("device", "host", "callback")]
+    assert [(row["kernel_us"], row["way"]) for row in figures["rows"]] == ways
+    for row in figures["rows"]:
+        # Nothing is faster than what bounds it on a device, kernels of the host take what they are asked for at least.
+        assert row["wall_ms"] >= row["longest_path_ms"]
+        assert row["over_bound"] > 0
+    assert [row["path"] for row in figures["flood"]] == ["alone", "leased lane", "priority", "no lane of its own"]
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in figures["flood"])
+    assert "longest path" in done.stdout
+    assert "bar <= 1.2" in done.stdout
