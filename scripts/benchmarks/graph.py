@@ -45,11 +45,13 @@ class Effort:
     rounds: int
     awaits: int
     """Awaits of the task beside the flood."""
+    flood: int
+    """Operations that wait all the time meanwhile."""
 
 
-FULL = Effort(nodes=1000, rounds=9, awaits=2000)
-QUICK = Effort(nodes=1000, rounds=3, awaits=500)
-SMOKE = Effort(nodes=30, rounds=1, awaits=5)
+FULL = Effort(nodes=1000, rounds=9, awaits=2000, flood=1000)
+QUICK = Effort(nodes=1000, rounds=3, awaits=500, flood=1000)
+SMOKE = Effort(nodes=30, rounds=1, awaits=5, flood=20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,14 +238,14 @@ async def flood(device: str, effort: Effort) -> list[dict[str, Any]]:
     from benchmarks.kernels import empty, spin
 
     rows = []
-    async with ao.Offload(device, lanes={0: LANES - 2, -1: 2}, max_pending=2000) as off:
+    async with ao.Offload(device, lanes={0: LANES - 2, -1: 2}, max_pending=2 * effort.flood) as off:
         await off.load(empty, spin)
         for path in PATHS:
             say(f"flood: {path}")
             stop = asyncio.Event()
             flooding = asyncio.create_task(submit_until(off, stop)) if path != "alone" else None
             if flooding is not None:
-                await until_flooded(off)
+                await until_flooded(off, effort.flood)
             if path in ("alone", "leased lane"):
                 async with off.lease() as lane:
                     samples = await await_each(lambda: off.launch(empty, grid=1, block=32, lane=lane), effort.awaits)
@@ -269,9 +271,9 @@ async def flood(device: str, effort: Effort) -> list[dict[str, Any]]:
     return rows
 
 
-async def until_flooded(off: ao.Offload) -> None:
+async def until_flooded(off: ao.Offload, count: int) -> None:
     """Wait until operations wait for every lane."""
-    while off.stats()["pending"] < 1000:  # noqa: ASYNC110  # nobody tells
+    while off.stats()["pending"] < count:  # noqa: ASYNC110  # nobody tells
         await asyncio.sleep(0)
 
 
