@@ -64,17 +64,68 @@ def test_indices_are_numpys(shape: tuple[int, ...], index: int) -> None:
             buffer[index]
 
 
+keys = st.one_of(
+    st.integers(-5, 5),
+    st.builds(slice, *(st.none() | st.integers(-7, 7) for _ in range(2)), st.none() | st.integers(1, 4)),
+    st.just(...),
+)
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    key=st.lists(keys, max_size=4).map(tuple) | keys,
+    again=st.lists(keys, max_size=2).map(tuple),
+)
+def test_basic_indexing_is_numpys(shape: tuple[int, ...], key: Any, again: Any) -> None:
+    """Any tuple of indices, slices and an Ellipsis gives what NumPy gives, also of what they gave."""
+    buffer, array = make(shape)
+    for one in (key, again):
+        try:
+            expected = array[(*one, ...) if isinstance(one, tuple) and ... not in one else one]
+        except IndexError:
+            with pytest.raises(IndexError):
+                buffer[one]
+            return
+        expected = np.asarray(expected)
+        buffer, array = buffer[one], expected
+        assert (buffer.shape, buffer.nbytes) == (expected.shape, expected.nbytes)
+        assert buffer.c_contiguous == expected.flags.c_contiguous
+        assert np.array_equal(buffer.host_view(True), expected)
+        if expected.size:
+            steps = zip(buffer.strides, expected.strides, expected.shape, strict=True)
+            assert all(mine == numpys for mine, numpys, length in steps if length > 1)
+            assert buffer.host_view(True).ctypes.data == buffer.address
+            assert buffer.allocation.address <= buffer.address
+
+
 def test_slices_that_are_refused() -> None:
-    """A step other than 1, an index too deep or of another kind raise."""
+    """A step below 1, an index too deep or of another kind raise."""
     buffer, _ = make((6,))
-    for step in (2, -1):
-        with pytest.raises(ao.UsageError, match="contiguous"):
-            buffer[::step]
+    with pytest.raises(ao.UsageError, match="step above 0"):
+        buffer[::-1]
+    with pytest.raises(ValueError, match="zero"):
+        buffer[::0]
     with pytest.raises(IndexError):
         buffer[0][0]
-    for key in ("a", 1.5, (0, 0), None):
+    with pytest.raises(IndexError):
+        buffer[..., ...]
+    for key in ("a", 1.5, (0, 0), None, True, np.zeros(6, bool)):
         with pytest.raises((TypeError, ao.UsageError, IndexError)):
             buffer[key]  # type: ignore[index]
+
+
+def test_views_of_what_is_not_contiguous() -> None:
+    """The item size can change where the last dimension is contiguous; no other shape can be taken."""
+    buffer, array = make((4, 6), np.float32)
+    part, expected = buffer[::2, 2:4], array[::2, 2:4]
+    assert np.array_equal(part.view(np.int32).host_view(True), expected.view(np.int32))
+    assert np.array_equal(part.view(np.uint8).host_view(True), expected.view(np.uint8))
+    assert np.array_equal(part.view(np.float64).host_view(True), expected.view(np.float64), equal_nan=True)
+    assert np.array_equal(buffer[:, ::2].view(np.int32).host_view(True), array[:, ::2].view(np.int32))
+    for refused in (lambda: buffer[:, ::2].view(np.uint16), lambda: part.reshape(4), lambda: buffer[0, ::2].reshape(3)):
+        with pytest.raises(ao.UsageError, match="contiguous buffer first"):
+            refused()
+    assert buffer[1:3].reshape(12).shape == (12,)
 
 
 def test_iteration_ends() -> None:

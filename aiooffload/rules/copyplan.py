@@ -24,9 +24,11 @@ __all__ = [
     "Axis",
     "Plan",
     "Step",
+    "c_strides",
     "check_extent",
     "check_strides",
     "contiguous",
+    "is_contiguous",
     "overlaps",
     "parts",
     "plan",
@@ -255,6 +257,21 @@ def _offsets(loops: tuple[Axis, ...], dst: int, src: int) -> Iterator[tuple[int,
     loop, *inner = loops
     for index in range(loop.length):
         yield from _offsets(tuple(inner), dst + index * loop.dst, src + index * loop.src)
+
+
+def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides of an array in C order."""
+    strides = []
+    for length in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= length
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Sequence[int], itemsize: int, strides: Sequence[int]) -> bool:
+    """Whether elements lie one behind the other in C order; so do none, and one."""
+    expected = c_strides(shape, itemsize)
+    return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
 
 
 def span(shape: Sequence[int], itemsize: int, strides: Sequence[int]) -> int:
