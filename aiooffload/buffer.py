@@ -253,10 +253,12 @@ class Buffer:
             if strides is not None or nbytes % kind.itemsize:
                 raise UsageError(f"{nbytes} bytes of {kind} with strides {strides} need a shape")
             shape = nbytes // kind.itemsize
-        sizes = _integers("shape", shape if isinstance(shape, Sequence) else (shape,), 0)
-        steps = c_strides(sizes, kind.itemsize) if strides is None else _integers("strides", strides, 1)
-        if len(steps) != len(sizes):
-            raise UsageError(f"shape {sizes} has {len(sizes)} dimensions, strides {steps} have {len(steps)}")
+        sizes = _integers("shape", shape if isinstance(shape, Sequence) else (shape,))
+        steps = c_strides(sizes, kind.itemsize) if strides is None else _integers("strides", strides)
+        if min(sizes, default=0) < 0 or len(steps) != len(sizes):
+            raise UsageError(f"shape {sizes} and strides {steps} do not describe an array")
+        if 0 not in sizes and any(n > 1 and step < 1 for n, step in zip(sizes, steps, strict=True)):
+            raise UsageError(f"strides are above 0, not {steps}: copy the array to a contiguous one first")
         check_extent(sizes, kind.itemsize, steps, 0, nbytes)
         return Buffer(ForeignAllocation(Foreign(ptr, nbytes, owner)), 0, sizes, kind, steps)
 
@@ -387,7 +389,7 @@ class Buffer:
             self.check_open()
             whole = self.allocation.host_array
             if whole is None:
-                raise UsageError("this buffer is in the memory of a GPU: use off.get")
+                raise UsageError("the host cannot reach the memory of this buffer: use off.get")
             self._view = np.ndarray(self.shape, self.dtype, whole, self.offset, self.strides)
             self._view_read_only = self._view.view()
             self._view_read_only.flags.writeable = False
@@ -402,14 +404,11 @@ class Buffer:
 _COPY_FIRST: Final = "copy it to a contiguous buffer first"
 
 
-def _integers(what: str, values: Sequence[Any], least: int) -> tuple[int, ...]:
+def _integers(what: str, values: Sequence[Any]) -> tuple[int, ...]:
     try:
-        found = tuple(operator.index(value) for value in values)
+        return tuple(map(operator.index, values))
     except TypeError:
-        found = (least - 1,)
-    if min(found, default=least) < least:
-        raise UsageError(f"{what} has integers from {least} on, not {values!r}")
-    return found
+        raise UsageError(f"{what} has an integer per dimension, not {values!r}") from None
 
 
 class _Exporter:

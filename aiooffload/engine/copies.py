@@ -439,7 +439,7 @@ def _in_order(array: NDArray[Any], place: Place) -> tuple[NDArray[Any], Place]:
 def _staged(lease: Lease[StagingBlock], array: NDArray[Any]) -> NDArray[Any]:
     """Return the array in the block that has the elements of ``array``, in C order."""
     staged: NDArray[Any] = lease.block.array[: array.nbytes]
-    return staged.view(array.dtype).reshape(array.shape) if array.ndim != 1 or array.itemsize != 1 else staged
+    return staged if array.ndim == 1 and array.dtype == np.uint8 else staged.view(array.dtype).reshape(array.shape)
 
 
 def _move(target: NDArray[Any], source: NDArray[Any], lease: Lease[StagingBlock]) -> None:

@@ -27,7 +27,6 @@ __all__ = [
     "c_strides",
     "check_extent",
     "check_strides",
-    "contiguous",
     "is_contiguous",
     "overlaps",
     "parts",
@@ -145,15 +144,10 @@ def plan(
         if itemsize * _size(narrow) > width * _size(block):
             width, block, axes = itemsize, narrow, columns
     height, dst_pitch, src_pitch = block[0] if block else Axis(1, width, width)
-    one_slice = Axis(1, dst_pitch * height, src_pitch * height)
-    depth, dst_slice, src_slice = block[1] if len(block) > 1 else one_slice
+    contiguous = Axis(1, dst_pitch * height, src_pitch * height)
+    depth, dst_slice, src_slice = block[1] if len(block) > 1 else contiguous
     first = Step(0, 0, width, height, depth, dst_pitch, src_pitch, dst_slice, src_slice)
     return Plan(first, tuple(axis for axis in reversed(axes) if axis not in block))
-
-
-def contiguous(nbytes: int) -> Plan:
-    """Return the plan of so many bytes that are contiguous on both sides."""
-    return Plan(Step(0, 0, nbytes, 1, 1, nbytes, nbytes, nbytes, nbytes) if nbytes else None)
 
 
 def parts(shape: Sequence[int], itemsize: int, most_nbytes: int) -> Iterator[tuple[slice, ...]]:

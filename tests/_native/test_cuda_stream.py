@@ -327,7 +327,8 @@ BOXES = """
 from aiooffload._native import CudaStream, cuda_initialise
 cuda_initialise(lambda name, status: ValueError(f"{name} {status}"))
 stream = CudaStream(0x10, 0x20)
-for box in (12, 3, 1, 16, 20, 48, 60), (12, 3, 2, 16, 20, 64, 100), (0, 3, 2, 16, 20, 64, 100), (12, 3, 2, 0, 20, 64, 100):
+slices = 12, 3, 2, 16, 20, 64, 100
+for box in (12, 3, 1, 16, 20, 48, 60), slices, (0, *slices[1:]), (12, 3, 2, 0, *slices[4:]):
     try:
         stream.enqueue_copy_box(0x1000, 0x2000, *box)
     except ValueError as error:

@@ -18,8 +18,9 @@ from aiooffload.rules.copyplan import (
     Axis,
     Plan,
     Step,
+    c_strides,
     check_extent,
-    contiguous,
+    is_contiguous,
     overlaps,
     parts,
     plan,
@@ -381,12 +382,6 @@ def test_parts_are_no_smaller_than_they_have_to_be() -> None:
     assert list(parts((), 8, 1)) == [()]
 
 
-def test_contiguous_bytes_are_one_step() -> None:
-    """What is contiguous on both sides needs no shape: one call, or none without bytes."""
-    assert contiguous(0) == plan((0,), 1, (1,), (1,))
-    assert contiguous(40) == plan((2, 5), 4, (20, 4), (20, 4))
-
-
 # What is refused.
 
 
@@ -438,6 +433,17 @@ def test_shape_and_strides_are_of_the_same_length() -> None:
 
 
 # Where an array lies.
+
+
+@given(copies())
+def test_contiguous_is_what_numpy_calls_so(sides: tuple[Side, Side]) -> None:
+    """C order and its strides are NumPy's, for arrays of no and of one element as well."""
+    view = sides[0].view
+    whole = np.empty(view.shape, view.dtype)
+    for one in (view, whole):
+        assert is_contiguous(one.shape, one.itemsize, one.strides) == one.flags.c_contiguous
+    if whole.size:
+        assert c_strides(whole.shape, whole.itemsize) == whole.strides
 
 
 @given(copies())
