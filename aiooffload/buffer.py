@@ -242,8 +242,12 @@ class Buffer:
         of its own. What others do with the memory is for the program to order.
         *Lifetime.* ``close()`` lets go of the owner, and frees nothing.
         """
-        if type(ptr) is not int or type(nbytes) is not int or not (nbytes >= 0 and 0 <= ptr <= 2**64 - nbytes):
-            raise UsageError(f"{ptr!r} and {nbytes!r} are not the address and the size of memory")
+        try:
+            ptr, nbytes = operator.index(ptr), operator.index(nbytes)
+        except TypeError:
+            nbytes = -1
+        if nbytes < 0 or not 0 <= ptr <= 2**64 - nbytes:
+            raise UsageError("ptr and nbytes are integers, the address and the size of memory")
         if ptr == 0 and nbytes:
             raise UsageError(f"{nbytes} bytes at address 0: the pointer is null")
         kind = np.dtype(dtype)

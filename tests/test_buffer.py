@@ -279,6 +279,7 @@ async def test_pointer_is_read_and_written(device_label: str) -> None:
         (-1, 4, {}, "address"),
         (4096, -4, {}, "address"),
         (4096.0, 4, {}, "address"),
+        (None, 4, {}, "address"),
         (2**64 - 2, 4, {}, "address"),
         (0, 4, {}, "null"),
         (4096, 6, {"dtype": np.float32}, "need a shape"),

@@ -281,7 +281,7 @@ class Stream(Protocol):
 
         A pitch is the distance in bytes from one row to the next, from ``width`` to
         ``DeviceProperties.max_pitch``; a slice is that from one slice to the next, a multiple of the pitch and
-        at least ``height`` times it (of no matter where ``depth`` is 1). Nothing is written between the rows.
+        at least ``height`` times it (any number where ``depth`` is 1). Nothing is written between the rows.
         Source and destination do not overlap. *HIP:* hipMemcpyParam2DAsync, hipDrvMemcpy3DAsync.
         """
 

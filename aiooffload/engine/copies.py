@@ -50,8 +50,8 @@ MOST_LARGE_BLOCKS: Final = 128
 PIECES_IN_FLIGHT: Final = 4
 """Of one copy: enough to keep the bus busy, few enough to leave blocks for others."""
 
-CALLS_AT_ONCE: Final = 4
-"""Driver calls of one operation at most: on a full lane, too, their entries are fewer than a stream takes."""
+CALLS_AT_ONCE: Final = 2
+"""Driver calls of one operation at most: with its mark three entries, so that a full lane is no full stream."""
 PORTION_CALLS: Final = 32
 PORTIONS_IN_FLIGHT: Final = 2
 """On one lane, of all its copies together: each has more entries than the lane's depth allows for."""
