@@ -705,11 +705,12 @@ class Offload:
 
     def _on_device(self, dst: Buffer, src: Buffer, extent: int | Sequence[int] | None, terms: Terms) -> Operation[None]:
         engine = self._check_buffers(dst, src)
-        shape, itemsize, dst_strides, src_strides, _ = _match(dst, src, extent)
+        shape, itemsize, dst_strides, src_strides, flat = _match(dst, src, extent)
         target, source = Place(dst.address, dst_strides), Place(src.address, src_strides)
+        spans = (shape[0], shape[0]) if flat else (span(shape, itemsize, s) for s in (dst_strides, src_strides))
+        dst_span, src_span = spans
         # By address: two allocations that were made from pointers may be the same memory.
-        spans = (span(shape, itemsize, dst_strides), span(shape, itemsize, src_strides))
-        if overlaps(target.address, spans[0], source.address, spans[1]):
+        if overlaps(target.address, dst_span, source.address, src_span):
             raise UsageError("source and destination overlap")
         operation: Operation[None] = Operation(engine.loop, engine, "copy")
         engine.copies.direct(operation, shape, itemsize, target, source)
@@ -801,7 +802,7 @@ def _match(dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any], extent: int |
     elif _is_contiguous(dst) and _is_contiguous(src):
         if dst.nbytes != src.nbytes:
             raise UsageError(f"the source has {src.nbytes} bytes, the destination {dst.nbytes}")
-        return _Layout((dst.nbytes,), 1, (1,), (1,), flat=True)
+        return _Layout((dst.nbytes,), 1, (1,), (1,), True)
     elif dst.shape != src.shape:
         raise UsageError(f"the source has shape {src.shape}, the destination {dst.shape}: slice them or give an extent")
     if dst.dtype.itemsize != src.dtype.itemsize:

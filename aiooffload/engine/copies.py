@@ -209,7 +209,8 @@ class Copies:
         def calls() -> Iterator[Call]:
             yield lambda stream: stream.enqueue_fill(filled, pattern, nbytes // len(pattern))
             for part in parts(shape, itemsize, nbytes):
-                yield from self._calls(_sizes(part), itemsize, place.part(part), filled)
+                sizes = tuple(one.stop - one.start for one in part)
+                yield from self._calls(sizes, itemsize, place.part(part), Place(filled, c_strides(sizes, itemsize)))
 
         operation.keep = scratch.open_lease()
         self._send(operation, calls(), None)
@@ -236,7 +237,7 @@ class Copies:
             return
         np.copyto(_staged(lease, source), source)
         operation.keep = (operation.keep, lease)
-        calls = self._calls(source.shape, source.itemsize, target, lease.block.device_address)
+        calls = self._calls(source.shape, source.itemsize, target, _place_in(lease, source))
         self._send(operation, calls, None if result is None else lambda: result)
 
     def device_to_host(self, operation: Operation[Any], target: NDArray[Any], source: Place, result: object) -> None:
@@ -247,7 +248,7 @@ class Copies:
             self._stream(operation, lambda: self._pump_out(operation, target, source, result))
             return
         staged = _staged(lease, target)
-        calls = self._calls(target.shape, target.itemsize, lease.block.device_address, source)
+        calls = self._calls(target.shape, target.itemsize, _place_in(lease, target), source)
         operation.keep = (operation.keep, lease)
 
         def arrived() -> object:
@@ -258,14 +259,14 @@ class Copies:
 
     # -- driver calls ----------------------------------------------------------------------
 
-    def _calls(self, shape: tuple[int, ...], itemsize: int, target: Place | int, source: Place | int) -> Iterator[Call]:
-        """Plan a copy, now, and make its calls as they are asked for; an address is that of contiguous memory."""
-        dst = Place(target, c_strides(shape, itemsize)) if isinstance(target, int) else target
-        src = Place(source, c_strides(shape, itemsize)) if isinstance(source, int) else source
-        if itemsize == 1 and dst.strides == src.strides == _BYTES:  # what most copies are needs no planning
-            return iter((_call(dst.address, src.address, shape[0]),) if shape[0] else ())
-        steps = plan(shape, itemsize, dst.strides, src.strides, max_pitch=self._max_pitch)
-        return (_call(dst.address + step.dst_offset, src.address + step.src_offset, step.width, step) for step in steps)
+    def _calls(self, shape: tuple[int, ...], itemsize: int, target: Place, source: Place) -> Iterator[Call]:
+        """Plan a copy, now, and make its calls as they are asked for."""
+        to, dst_strides = target
+        at, src_strides = source
+        if itemsize == 1 and dst_strides == src_strides == _BYTES:  # what most copies are needs no planning
+            return iter((_call(to, at, shape[0]),) if shape[0] else ())
+        steps = plan(shape, itemsize, dst_strides, src_strides, max_pitch=self._max_pitch)
+        return (_call(to + step.dst_offset, at + step.src_offset, step.width, step) for step in steps)
 
     def _send(self, operation: Operation[Any], calls: Iterator[Call], outcome: Callable[[], object] | None) -> None:
         """Make ``calls`` what it has to do, and ``outcome()`` its result; many calls go in portions."""
@@ -358,8 +359,7 @@ class Copies:
                 await self._offload(_move, _staged(lease, piece), piece, lease)
                 if operation.stop is not None:
                     break
-                address = lease.block.device_address
-                calls = self._calls(piece.shape, piece.itemsize, target.part(part), address)
+                calls = self._calls(piece.shape, piece.itemsize, target.part(part), _place_in(lease, piece))
                 pieces += await self._pass(operation, calls, lease) or ()
                 del lease
         finally:
@@ -377,7 +377,7 @@ class Copies:
                 if operation.stop is not None:
                     break
                 piece = target[part]
-                calls = self._calls(piece.shape, piece.itemsize, lease.block.device_address, source.part(part))
+                calls = self._calls(piece.shape, piece.itemsize, _place_in(lease, piece), source.part(part))
                 arriving = await self._pass(operation, calls, lease)
                 if arriving is None:  # what the block has is not all of this piece
                     break
@@ -412,10 +412,6 @@ def _together(calls: tuple[Call, ...]) -> Call:
     return steps
 
 
-def _sizes(part: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(one.stop - one.start for one in part)
-
-
 def _extent(array: NDArray[Any]) -> int:
     """Return how many bytes it has, or its elements are spread over: what it costs to go over them."""
     nbytes = array.nbytes
@@ -440,6 +436,11 @@ def _staged(lease: Lease[StagingBlock], array: NDArray[Any]) -> NDArray[Any]:
     """Return the array in the block that has the elements of ``array``, in C order."""
     staged: NDArray[Any] = lease.block.array[: array.nbytes]
     return staged if array.ndim == 1 and array.dtype == np.uint8 else staged.view(array.dtype).reshape(array.shape)
+
+
+def _place_in(lease: Lease[StagingBlock], array: NDArray[Any]) -> Place:
+    """Return where that is for the device."""
+    return Place(lease.block.device_address, c_strides(array.shape, array.itemsize))
 
 
 def _move(target: NDArray[Any], source: NDArray[Any], lease: Lease[StagingBlock]) -> None:

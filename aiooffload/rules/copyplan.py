@@ -255,6 +255,8 @@ def _offsets(loops: tuple[Axis, ...], dst: int, src: int) -> Iterator[tuple[int,
 
 def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return the strides of an array in C order."""
+    if len(shape) == 1:  # most are
+        return (itemsize,)
     strides = []
     for length in reversed(shape):
         strides.append(itemsize)
