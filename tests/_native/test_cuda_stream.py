@@ -186,6 +186,7 @@ def test_a_closed_stream_refuses(device: Any, stream: CudaStream) -> None:
         lambda: stream.enqueue_wait(word, 1),
         lambda: stream.enqueue_wake(0),
         lambda: stream.enqueue_copy(0, 0, 8),
+        lambda: stream.enqueue_copy_box(0, 0, 8, 1, 1, 8, 8, 8, 8),
         lambda: stream.enqueue_fill(0, b"\0", 8),
         stream.query,
     ]
