@@ -3,23 +3,29 @@
 Who holds what: a program holds Buffers; Buffers of one allocation share an Allocation; the
 Allocation and every operation in flight hold its Lease. The memory is freed when the last holder
 of the Lease lets go, so closing or collecting a Buffer never frees what the device still uses.
+Memory of somebody else is an Allocation as well; what its Lease holds is the owner, and nothing is freed.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from types import EllipsisType, TracebackType
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from aiooffload.drivers.api import Block, RegisteredMemory
+from aiooffload.drivers.api import RegisteredMemory
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
+from aiooffload.rules.copyplan import c_strides, check_extent, is_contiguous
 from aiooffload.rules.ordering import History
+
+if TYPE_CHECKING:
+    from aiooffload.operation import OperationOwner
 
 __all__ = ["Allocation", "Buffer", "Lease", "PinnedArray"]
 
@@ -44,15 +50,19 @@ class Allocation:
 
     __slots__ = ("address", "history", "host_array", "lease", "nbytes", "owner")
 
-    def __init__(self, lease: Lease[Block], owner: object) -> None:
+    def __init__(self, lease: Lease[Any], owner: object) -> None:
         # None once closed. Operations in flight have their own reference.
-        self.lease: Lease[Block] | None = lease
-        self.address: Final = lease.block.address
-        self.nbytes: Final = lease.block.nbytes
+        self.lease: Lease[Any] | None = lease
+        self.address: Final[int] = lease.block.address
+        self.nbytes: Final[int] = lease.block.nbytes
         self.host_array: NDArray[np.uint8] | None = lease.block.host_array
-        self.history: Final[History[Operation[Any]]] = History()
+        self.history: History[Operation[Any]] = History()
         # The engine it belongs to: memory of another device or Offload is refused.
-        self.owner: Final = owner
+        self.owner = owner
+
+    def belongs_to(self, engine: OperationOwner) -> bool:
+        """Whether ``engine`` may use it."""
+        return self.owner is engine
 
     def close(self) -> None:
         """Let go of the memory; idempotent. It is freed once nothing in flight uses it."""
@@ -60,17 +70,88 @@ class Allocation:
         self.host_array = None
 
 
+class Foreign:
+    """The block of memory that somebody else frees. It keeps what keeps the memory."""
+
+    __slots__ = ("address", "host_array", "keep", "nbytes", "owner", "shared")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.address: Final = address
+        self.nbytes: Final = nbytes
+        self.owner: Final = owner
+        # The memory itself where it is ours: closing the owner would let go of it.
+        self.keep: Final = owner.open_lease() if isinstance(owner, Buffer | PinnedArray) else None
+        self.host_array: NDArray[np.uint8] | None = None
+        # Set with the first use. Operations in flight hold the block: as long, the history has to be found.
+        self.shared: Shared | None = None
+
+
+class Shared:
+    """What one engine has submitted on memory of one owner."""
+
+    __slots__ = ("__weakref__", "engine", "history", "owner")
+
+    def __init__(self, engine: OperationOwner, owner: object) -> None:
+        # Both are held, so that no other object has their identity while this is in the table.
+        self.engine: Final = engine
+        self.owner: Final = owner
+        self.history: Final[History[Operation[Any]]] = History()
+
+
+# By the identities of engine and owner, which need be neither hashable nor weakly referable. An entry lives
+# as long as a Buffer on memory of the owner, or an operation that uses it.
+_shared: Final[weakref.WeakValueDictionary[tuple[int, int], Shared]] = weakref.WeakValueDictionary()
+
+
+class ForeignAllocation(Allocation):
+    """Memory of somebody else. It belongs to the Offload that uses it first."""
+
+    __slots__ = ()
+
+    def __init__(self, block: Foreign) -> None:
+        super().__init__(Lease(block, lambda _: None), None)
+
+    def belongs_to(self, engine: OperationOwner) -> bool:
+        """Whether ``engine`` may use it; the first that asks is the one from then on."""
+        if self.owner is None and self.lease is not None:
+            self._bind(self.lease, engine)
+        return self.owner is engine
+
+    def _bind(self, lease: Lease[Foreign], engine: OperationOwner) -> None:
+        """Take the history of what a raw pointer counts as: its owner."""
+        block = lease.block
+        owner = block.owner
+        if isinstance(owner, Buffer):
+            if not owner.allocation.belongs_to(engine):
+                return
+            self.history = owner.allocation.history
+        elif isinstance(owner, PinnedArray):
+            self.history = owner.history
+        elif owner is not None:
+            key = (id(engine), id(owner))
+            block.shared = _shared.get(key) or Shared(engine, owner)
+            _shared[key] = block.shared
+            self.history = block.shared.history
+        if engine.label == "host":
+            self.host_array = _as_array(lease)
+        self.owner = engine
+
+
 class Buffer:
-    """A C-contiguous array in device memory. Made by ``off.put``, ``off.empty`` and ``off.zeros``.
+    """An array in device memory. Made by ``off.put``, ``off.empty``, ``off.zeros``, slicing and ``from_pointer``.
 
     Attributes
     ----------
     shape
         Length of each dimension.
+    strides
+        Bytes from one element to the next in each dimension.
     dtype
         NumPy dtype of the elements.
     nbytes
-        Size in bytes.
+        Size of the elements in bytes.
+    c_contiguous
+        Whether the elements lie one behind the other, in C order.
 
     Notes
     -----
@@ -78,6 +159,8 @@ class Buffer:
     of submission, unless both only read it.
     *Lifetime.* Memory is freed when every Buffer of the allocation was closed or collected and no
     operation in flight uses it. ``close()`` closes all slices of the allocation at once.
+    *Kernels.* A kernel on a GPU gets the address of the first element, whatever the strides are; pass it
+    the strides as well. A host kernel gets a NumPy array that has them.
     """
 
     __slots__ = (
@@ -86,21 +169,102 @@ class Buffer:
         "_view",
         "_view_read_only",
         "allocation",
+        "c_contiguous",
         "dtype",
         "nbytes",
         "offset",
         "shape",
+        "strides",
     )
 
-    def __init__(self, allocation: Allocation, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        allocation: Allocation,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
         self.allocation: Final = allocation
         self.offset: Final = offset
         self.shape: Final = shape
         self.dtype: Final = dtype
+        self.strides: Final = c_strides(shape, dtype.itemsize) if strides is None else strides
         self.nbytes: Final = math.prod(shape) * dtype.itemsize
+        self.c_contiguous: Final = strides is None or is_contiguous(shape, dtype.itemsize, strides)
         self._address = allocation.address + offset
         self._view: NDArray[Any] | None = None
         self._view_read_only: NDArray[Any] | None = None
+
+    @staticmethod
+    def from_pointer(
+        ptr: int,
+        nbytes: int,
+        owner: object = None,
+        *,
+        shape: int | Sequence[int] | None = None,
+        dtype: DTypeLike = np.uint8,
+        strides: Sequence[int] | None = None,
+    ) -> Buffer:
+        """Return a Buffer on memory that somebody else allocates and frees.
+
+        Parameters
+        ----------
+        ptr
+            Address for the device: of device, managed, registered or mapped (virtual) memory, such as
+            ``tensor.data_ptr()``; on the host device any address of this process.
+        nbytes
+            Bytes from there on that belong to it.
+        owner
+            What keeps the memory, held as long as a Buffer or an operation uses it. None: nobody has to.
+        shape
+            Length of each dimension; by default one dimension of as many elements as fit.
+        dtype
+            Anything NumPy takes for a dtype without Python objects.
+        strides
+            Bytes from one element to the next in each dimension, above 0; by default C order. A pitch from
+            ``cudaMallocPitch`` is that of the rows.
+
+        Returns
+        -------
+        Buffer
+            It belongs to the Offload that uses it first, whose device has to reach the memory.
+
+        Raises
+        ------
+        UsageError
+            The array does not fit into the memory, or does not describe one.
+
+        Notes
+        -----
+        *Ordering.* A raw pointer counts as its ``owner``: Buffers of the same owner (the same object, also a
+        Buffer or a PinnedArray) are ordered like slices of one Buffer. Without an owner each call is memory
+        of its own. What others do with the memory is for the program to order.
+        *Lifetime.* ``close()`` lets go of the owner, and frees nothing.
+        """
+        try:
+            ptr, nbytes = operator.index(ptr), operator.index(nbytes)
+        except TypeError:
+            nbytes = -1
+        if nbytes < 0 or not 0 <= ptr <= 2**64 - nbytes:
+            raise UsageError("ptr and nbytes are integers, the address and the size of memory")
+        if ptr == 0 and nbytes:
+            raise UsageError(f"{nbytes} bytes at address 0: the pointer is null")
+        kind = np.dtype(dtype)
+        if kind.hasobject or kind.itemsize == 0:
+            raise UsageError(f"dtype {kind} holds Python objects or nothing")
+        if shape is None:
+            if strides is not None or nbytes % kind.itemsize:
+                raise UsageError(f"{nbytes} bytes of {kind} with strides {strides} need a shape")
+            shape = nbytes // kind.itemsize
+        sizes = _integers("shape", shape if isinstance(shape, Sequence) else (shape,))
+        steps = c_strides(sizes, kind.itemsize) if strides is None else _integers("strides", strides)
+        if min(sizes, default=0) < 0 or len(steps) != len(sizes):
+            raise UsageError(f"shape {sizes} and strides {steps} do not describe an array")
+        if 0 not in sizes and any(n > 1 and step < 1 for n, step in zip(sizes, steps, strict=True)):
+            raise UsageError(f"strides are above 0, not {steps}: copy the array to a contiguous one first")
+        check_extent(sizes, kind.itemsize, steps, 0, nbytes)
+        return Buffer(ForeignAllocation(Foreign(ptr, nbytes, owner)), 0, sizes, kind, steps)
 
     @property
     def address(self) -> int:
@@ -129,6 +293,11 @@ class Buffer:
         if self.allocation.lease is None:
             raise ClosedError(f"the buffer of shape {self.shape} and dtype {self.dtype} was closed")
 
+    def open_lease(self) -> Lease[Any] | None:
+        """Return what keeps the memory; raises ClosedError if it was closed."""
+        self.check_open()
+        return self.allocation.lease
+
     def close(self) -> None:
         """Close the allocation with all its slices; idempotent, never waits, frees nothing in use."""
         self.allocation.close()
@@ -147,46 +316,75 @@ class Buffer:
             raise TypeError("len() of a Buffer without dimensions")
         return self.shape[0]
 
-    def __getitem__(self, key: int | slice | EllipsisType) -> Buffer:
-        """Return a view of rows ``key`` of the first dimension: an index, or a slice of step 1.
+    def __getitem__(self, key: int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]) -> Buffer:
+        """Return a view of the same memory, as NumPy's basic indexing does.
 
-        Raises UsageError for a step other than 1, IndexError beyond the first dimension.
+        Indices, slices of a step above 0 and one Ellipsis. Raises UsageError for a step below 0, IndexError
+        for an index that is outside its dimension or too many of them.
         """
         self.check_open()
         if key is Ellipsis:
             return self
-        if not self.shape:
-            raise IndexError("a Buffer without dimensions has no rows")
-        row_nbytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        if isinstance(key, slice):
-            start, stop, step = key.indices(self.shape[0])
-            if step != 1:
-                raise UsageError(f"a slice of a Buffer has step 1, not {step}: it would not be contiguous")
-            rows = max(stop - start, 0)
-            return Buffer(self.allocation, self.offset + start * row_nbytes, (rows, *self.shape[1:]), self.dtype)
-        index = operator.index(key)
-        if not -self.shape[0] <= index < self.shape[0]:
-            raise IndexError(f"index {index} is outside the first dimension of {self.shape}")
-        return Buffer(self.allocation, self.offset + index % self.shape[0] * row_nbytes, self.shape[1:], self.dtype)
+        offset = self.offset
+        shape, strides = [], []
+        for index, length, stride in zip(self._expand(key), self.shape, self.strides, strict=True):
+            if isinstance(index, slice):
+                start, stop, step = index.indices(length)
+                if step < 0:
+                    raise UsageError(
+                        f"a slice of a Buffer has a step above 0, not {step}: reverse the array on the host"
+                    )
+                count = len(range(start, stop, step))
+                offset += start * stride if count else 0  # an empty one might begin behind the allocation
+                shape.append(count)
+                strides.append(stride * step)
+                continue
+            if isinstance(index, bool):
+                raise TypeError("a Buffer has no masks: an index is an integer")
+            place = operator.index(index)
+            if not -length <= place < length:
+                raise IndexError(f"index {place} is outside a dimension of {length}, of a Buffer of shape {self.shape}")
+            offset += place % length * stride
+        return Buffer(self.allocation, offset, tuple(shape), self.dtype, tuple(strides))
+
+    def _expand(self, key: Any) -> list[Any]:
+        """Return an index for each dimension."""
+        keys = list(key) if isinstance(key, tuple) else [key]
+        ellipses = [i for i, index in enumerate(keys) if index is Ellipsis]
+        missing = self.ndim - (len(keys) - len(ellipses))
+        if missing < 0 or len(ellipses) > 1:
+            raise IndexError(f"{len(keys)} indices for a Buffer of shape {self.shape}")
+        place = ellipses[0] if ellipses else len(keys)
+        keys[place : place + 1] = [slice(None)] * missing
+        return keys
 
     def view(self, dtype: DTypeLike) -> Buffer:
-        """Return the same bytes as another dtype; the last dimension changes with the item size."""
+        """Return the same bytes as another dtype; the last dimension changes with the item size.
+
+        Raises UsageError if that does not go up, or if elements of the last dimension lie apart and the item
+        size changes.
+        """
         self.check_open()
         new = np.dtype(dtype)
         if new.hasobject or new.itemsize == 0:
             raise UsageError(f"a buffer cannot be viewed as {new!r}")
         if new.itemsize == self.dtype.itemsize:
-            return Buffer(self.allocation, self.offset, self.shape, new)
+            return Buffer(self.allocation, self.offset, self.shape, new, self.strides)
         last = (self.shape[-1] if self.shape else 1) * self.dtype.itemsize
         if not self.shape or last % new.itemsize:
             raise UsageError(f"shape {self.shape} of {self.dtype} cannot be viewed as {new}")
-        return Buffer(self.allocation, self.offset, (*self.shape[:-1], last // new.itemsize), new)
+        if self.shape[-1] > 1 and self.strides[-1] != self.dtype.itemsize:
+            raise UsageError(f"elements {self.strides[-1]} bytes apart cannot be viewed as {new}; {_COPY_FIRST}")
+        shape, strides = (*self.shape[:-1], last // new.itemsize), (*self.strides[:-1], new.itemsize)
+        return Buffer(self.allocation, self.offset, shape, new, strides)
 
     def reshape(self, *shape: int) -> Buffer:
-        """Return the same elements in another shape of the same size."""
+        """Return the same elements in another shape of the same size; raises UsageError if they lie apart."""
         self.check_open()
         if math.prod(shape) != self.size or min(shape, default=0) < 0:
             raise UsageError(f"a buffer of shape {self.shape} cannot take shape {shape}")
+        if not self.c_contiguous:
+            raise UsageError(f"a buffer of strides {self.strides} cannot take another shape; {_COPY_FIRST}")
         return Buffer(self.allocation, self.offset, shape, self.dtype)
 
     def host_view(self, read_only: bool) -> NDArray[Any]:
@@ -195,8 +393,8 @@ class Buffer:
             self.check_open()
             whole = self.allocation.host_array
             if whole is None:
-                raise UsageError("this buffer is in the memory of a GPU: use off.get")
-            self._view = whole[self.offset : self.offset + self.nbytes].view(self.dtype).reshape(self.shape)
+                raise UsageError("the host cannot reach the memory of this buffer: use off.get")
+            self._view = np.ndarray(self.shape, self.dtype, whole, self.offset, self.strides)
             self._view_read_only = self._view.view()
             self._view_read_only.flags.writeable = False
         view = self._view_read_only if read_only else self._view
@@ -207,16 +405,30 @@ class Buffer:
         return f"<aiooffload.Buffer {self.dtype} {self.shape}{' closed' if self.closed else ''}>"
 
 
+_COPY_FIRST: Final = "copy it to a contiguous buffer first"
+
+
+def _integers(what: str, values: Sequence[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise UsageError(f"{what} has an integer per dimension, not {values!r}") from None
+
+
 class _Exporter:
-    """What a pinned array is a view of: its lease goes back when the last view is gone."""
+    """What an array on memory of a lease is a view of: the lease goes back when the last view is gone."""
 
-    __slots__ = ("__array_interface__", "_lease", "_mapping")
+    __slots__ = ("__array_interface__", "_keep")
 
-    def __init__(self, lease: Lease[RegisteredMemory], nbytes: int) -> None:
-        self._lease = lease
-        self._mapping = lease.block.array  # stays mapped as long, even after the Offload has closed
-        data = (lease.block.host_address, False)
-        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": data}
+    def __init__(self, address: int, nbytes: int, *keep: object) -> None:
+        self._keep = keep
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+
+
+def _as_array(lease: Lease[Foreign]) -> NDArray[np.uint8]:
+    """Return memory of somebody else that the host can touch."""
+    block = lease.block
+    return np.asarray(_Exporter(block.address, block.nbytes, lease)) if block.nbytes else np.empty(0, np.uint8)
 
 
 class PinnedArray:
@@ -240,7 +452,9 @@ class PinnedArray:
         # None once closed. Operations in flight have their own reference.
         self.lease: Lease[RegisteredMemory] | None = lease
         self.history: Final[History[Operation[Any]]] = History()
-        whole = np.asarray(_Exporter(lease, lease.block.nbytes))
+        block = lease.block
+        # The mapping stays as long as a view, even after the Offload has closed.
+        whole = np.asarray(_Exporter(block.host_address, block.nbytes, lease, block.array))
         self._array: NDArray[Any] | None = whole[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     @property
@@ -249,6 +463,12 @@ class PinnedArray:
         if self._array is None:
             raise ClosedError("the pinned array was closed")
         return self._array
+
+    def open_lease(self) -> Lease[RegisteredMemory]:
+        """Return what keeps the memory; raises ClosedError if it was closed."""
+        if self.lease is None:
+            raise ClosedError("the pinned array was closed")
+        return self.lease
 
     def close(self) -> None:
         """Give the memory back to the pool; idempotent, never waits."""

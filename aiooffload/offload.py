@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import math
 import os
 import warnings
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from aiooffload.buffer import Allocation, Buffer, PinnedArray
+from aiooffload.engine.copies import PIECE_NBYTES, Place
 from aiooffload.engine.engine import Engine
 from aiooffload.engine.host_functions import HostFunction, OnError, check_outside
 from aiooffload.engine.submission import After, Terms
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
+from aiooffload.rules.copyplan import c_strides, check_strides, overlaps, span
 from aiooffload.scalars import scalar
 
 if TYPE_CHECKING:
@@ -260,9 +262,9 @@ class Offload:
         grid, block
             Blocks of the grid and threads of a block: an integer, or up to three.
         args
-            One per parameter: Buffers and NumPy scalars; Python numbers where the kernel is
-            annotated. Structs are NumPy structured scalars. ``ao.Scratch(nbytes)`` in place of a
-            Buffer is workspace for this launch alone.
+            One per parameter: Buffers (of which a GPU gets the address of the first element) and NumPy
+            scalars; Python numbers where the kernel is annotated. Structs are NumPy structured scalars.
+            ``ao.Scratch(nbytes)`` in place of a Buffer is workspace for this launch alone.
         shared_bytes
             Dynamic shared memory per block; above 48 KiB the kernel is opted in by itself.
         after
@@ -706,24 +708,26 @@ class Offload:
         Parameters
         ----------
         array
-            Anything NumPy makes a C-contiguous array of, or a PinnedArray. Do not change it before
-            the operation is done.
+            Anything NumPy makes an array of, views with strides above 0 included, or a PinnedArray. Do
+            not change it before the operation is done.
         after, lane
             As for :meth:`launch`.
 
         Raises
         ------
         UsageError
-            The array is not C-contiguous or holds Python objects.
+            The array is broadcast, runs backwards or holds Python objects.
         OutOfMemoryError
             The device is full; nothing was submitted.
+
+        Notes
+        -----
+        The Buffer is C-contiguous, whatever the array is.
         """
         source = array if isinstance(array, PinnedArray) else np.asarray(array)
         host = source.array if isinstance(source, PinnedArray) else source
-        if not host.flags.c_contiguous:
-            raise UsageError("put takes a C-contiguous array; pass np.ascontiguousarray(array)")
         target = self.empty(host.shape, host.dtype)
-        operation: Operation[Buffer] = self._to_device("put", target, source, target, after, lane)
+        operation: Operation[Buffer] = self._to_device("put", target, source, None, target, Terms(after, lane))
         return operation
 
     def get(
@@ -741,10 +745,19 @@ class Offload:
         buffer
             The source.
         out
-            Where to, C-contiguous, of the same shape and dtype; by default a new array. Its
+            Where to, of the same shape and dtype, with any strides above 0; by default a new array. Its
             content is undefined until the operation is done.
         after, lane
             As for :meth:`launch`.
+
+        Raises
+        ------
+        UsageError
+            ``out`` has another shape or dtype, is read-only, is broadcast or runs backwards.
+        ClosedError
+            The buffer or ``out`` was closed.
+        WouldBlock
+            ``max_pending`` operations wait on the host.
         """
         self._check_buffers(buffer)
         target = np.empty(buffer.shape, buffer.dtype) if out is None else out
@@ -755,31 +768,38 @@ class Offload:
             raise UsageError(
                 f"out has shape {array.shape} and dtype {array.dtype}, the buffer {buffer.shape} and {buffer.dtype}"
             )
-        operation: Operation[NDArray[Any]] = self._to_host("get", target, buffer, array, after, lane)
+        operation: Operation[NDArray[Any]] = self._to_host("get", target, buffer, None, array, Terms(after, lane))
         return operation
 
     def copy(
         self,
         dst: Buffer | NDArray[Any] | PinnedArray,
         src: Buffer | NDArray[Any] | PinnedArray,
+        extent: int | Sequence[int] | None = None,
         *,
         after: Iterable[After] = (),
         lane: Lane | None = None,
     ) -> Operation[None]:
-        """Copy all of ``src`` to ``dst``, at least one of them a Buffer; awaits to None.
+        """Copy ``src`` to ``dst``, at least one of them a Buffer; awaits to None.
 
         Parameters
         ----------
         dst, src
-            C-contiguous, of the same size in bytes. A NumPy array must not be changed (``src``) or
-            read (``dst``) before the operation is done.
+            Of the same shape and item size, with any strides above 0; or both C-contiguous and of the same
+            size in bytes. Bytes are copied, no dtype is converted. A NumPy array must not be changed
+            (``src``) or read (``dst``) before the operation is done.
+        extent
+            Elements to copy in each dimension, from the first one of each side, which then need not be of the
+            same shape. For another place slice: ``off.copy(a[2:, 4:], b, (8, 8))``.
         after, lane
             As for :meth:`launch`.
 
         Raises
         ------
         UsageError
-            Not contiguous, of different sizes, overlapping slices of one Buffer, or no Buffer at all.
+            Shapes or item sizes differ, the extent leaves one of them, one is broadcast or runs backwards,
+            elements of ``dst`` overlap one another, or there is no Buffer at all. Two Buffers whose elements
+            are spread over common bytes count as overlapping, even if none is in both.
         ClosedError
             One of them was closed.
         WouldBlock
@@ -787,16 +807,20 @@ class Offload:
 
         Notes
         -----
+        *Calls.* One driver call where one can do it: contiguous memory, rows at any pitch, slices of rows. What
+        takes more is sent in portions, and nothing that shares a buffer with it comes in between.
         *Thread.* Above 256 KiB, pageable memory is copied by a worker thread, piece by piece.
+        *Source.* CUDA Driver API, "Memory Management": cuMemcpy2DAsync, cuMemcpy3DAsync.
         """
+        terms = Terms(after, lane)
         if isinstance(dst, Buffer) and isinstance(src, Buffer):
-            return self._on_device(dst, src, after, lane)
+            return self._on_device(dst, src, extent, terms)
         if isinstance(dst, Buffer):
             assert not isinstance(src, Buffer)
-            operation: Operation[None] = self._to_device("copy", dst, src, None, after, lane)
+            operation: Operation[None] = self._to_device("copy", dst, src, extent, None, terms)
             return operation
         if isinstance(src, Buffer):
-            back: Operation[None] = self._to_host("copy", dst, src, None, after, lane)
+            back: Operation[None] = self._to_host("copy", dst, src, extent, None, terms)
             return back
         raise UsageError("copy takes a Buffer as source, destination or both")
 
@@ -808,7 +832,7 @@ class Offload:
         Parameters
         ----------
         buffer
-            What to fill.
+            What to fill. One that is not contiguous is filled from a block of up to 2 MiB of device memory.
         value
             A Python number or NumPy scalar that its dtype can hold.
         after, lane
@@ -818,7 +842,9 @@ class Offload:
         ------
         UsageError
             The dtype cannot hold ``value``, or is not 1, 2, 4, 8 or 16 bytes wide (other widths can
-            be filled with zero bytes only).
+            be filled with zero bytes only), or elements of the buffer overlap one another.
+        OutOfMemoryError
+            The device has not even the block left; nothing was submitted.
         WouldBlock
             ``max_pending`` operations wait on the host.
         """
@@ -833,7 +859,13 @@ class Offload:
     def _fill(self, buffer: Buffer, pattern: bytes, after: Iterable[After], lane: Lane | None) -> Operation[None]:
         engine = self._open_engine()
         operation: Operation[None] = Operation(engine.loop, engine, "fill")
-        engine.copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
+        if buffer.c_contiguous:
+            engine.copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
+        else:
+            itemsize = buffer.dtype.itemsize
+            nbytes = min(buffer.nbytes, max(PIECE_NBYTES // itemsize, 1) * itemsize)
+            check_strides(buffer.shape, itemsize, buffer.strides, c_strides(buffer.shape, itemsize))
+            engine.copies.fill_strided(operation, buffer, pattern, engine.memory.empty(nbytes, np.uint8))
         engine.submission.submit(operation, [(buffer.allocation, True)], Terms(after, lane))
         return operation
 
@@ -842,21 +874,23 @@ class Offload:
         name: str,
         dst: Buffer,
         src: NDArray[Any] | PinnedArray,
+        extent: int | Sequence[int] | None,
         result: object,
-        after: Iterable[After],
-        lane: Lane | None,
+        terms: Terms,
     ) -> Operation[Any]:
         engine = self._check_buffers(dst)
         operation: Operation[Any] = Operation(engine.loop, engine, name)
-        data = _host_bytes(src, dst, writes=False)
+        host = _host_array(src, writes=False)
+        layout = _match(dst, host, extent)
+        target = Place(dst.address, layout.dst_strides)
         uses: list[tuple[Allocation | PinnedArray, bool]] = [(dst.allocation, True)]
         if isinstance(src, PinnedArray):
             uses.append((src, False))
-            engine.copies.pinned_to_device(operation, dst, src)
-            operation.arrival = lambda op: op.finish(result)
+            source = Place(src.open_lease().block.device_address, layout.src_strides)
+            engine.copies.direct(operation, layout.shape, layout.itemsize, target, source, result)
         else:
-            engine.copies.host_to_device(operation, dst, data, result)
-        engine.submission.submit(operation, uses, Terms(after, lane), keep=src)
+            engine.copies.host_to_device(operation, target, layout.of(host), result)
+        engine.submission.submit(operation, uses, terms, keep=src)
         return operation
 
     def _to_host(
@@ -864,32 +898,37 @@ class Offload:
         name: str,
         dst: NDArray[Any] | PinnedArray,
         src: Buffer,
+        extent: int | Sequence[int] | None,
         result: object,
-        after: Iterable[After],
-        lane: Lane | None,
+        terms: Terms,
     ) -> Operation[Any]:
         engine = self._check_buffers(src)
         operation: Operation[Any] = Operation(engine.loop, engine, name)
-        data = _host_bytes(dst, src, writes=True)
+        host = _host_array(dst, writes=True)
+        layout = _match(host, src, extent)
+        source = Place(src.address, layout.src_strides)
         uses: list[tuple[Allocation | PinnedArray, bool]] = [(src.allocation, False)]
         if isinstance(dst, PinnedArray):
             uses.append((dst, True))
-            engine.copies.device_to_pinned(operation, dst, src)
-            operation.arrival = lambda op: op.finish(result)
+            target = Place(dst.open_lease().block.device_address, layout.dst_strides)
+            engine.copies.direct(operation, layout.shape, layout.itemsize, target, source, result)
         else:
-            engine.copies.device_to_host(operation, data, src, result)
-        engine.submission.submit(operation, uses, Terms(after, lane), keep=dst)
+            engine.copies.device_to_host(operation, layout.of(host), source, result)
+        engine.submission.submit(operation, uses, terms, keep=dst)
         return operation
 
-    def _on_device(self, dst: Buffer, src: Buffer, after: Iterable[After], lane: Lane | None) -> Operation[None]:
+    def _on_device(self, dst: Buffer, src: Buffer, extent: int | Sequence[int] | None, terms: Terms) -> Operation[None]:
         engine = self._check_buffers(dst, src)
-        if dst.nbytes != src.nbytes:
-            raise UsageError(f"the source has {src.nbytes} bytes, the destination {dst.nbytes}")
-        if dst.allocation is src.allocation and abs(dst.offset - src.offset) < dst.nbytes:
+        shape, itemsize, dst_strides, src_strides, flat = _match(dst, src, extent)
+        target, source = Place(dst.address, dst_strides), Place(src.address, src_strides)
+        spans = (shape[0], shape[0]) if flat else (span(shape, itemsize, s) for s in (dst_strides, src_strides))
+        dst_span, src_span = spans
+        # By address: two allocations that were made from pointers may be the same memory.
+        if overlaps(target.address, dst_span, source.address, src_span):
             raise UsageError("source and destination overlap")
         operation: Operation[None] = Operation(engine.loop, engine, "copy")
-        engine.copies.device_to_device(operation, dst, src)
-        engine.submission.submit(operation, [(dst.allocation, True), (src.allocation, False)], Terms(after, lane))
+        engine.copies.direct(operation, shape, itemsize, target, source)
+        engine.submission.submit(operation, [(dst.allocation, True), (src.allocation, False)], terms)
         return operation
 
     def _check_buffers(self, *buffers: Buffer) -> Engine:
@@ -898,7 +937,7 @@ class Offload:
             if not isinstance(buffer, Buffer):
                 raise UsageError(f"expected a Buffer, not {type(buffer).__name__}")
             buffer.check_open()
-            if buffer.allocation.owner is not engine:
+            if not buffer.allocation.belongs_to(engine):
                 raise UsageError("the buffer belongs to another Offload")
         return engine
 
@@ -955,23 +994,69 @@ class Offload:
         return f"<aiooffload.Offload {self._device}{', ' + self._state if self._state else ''}>"
 
 
-def _host_bytes(array: NDArray[Any] | PinnedArray, buffer: Buffer, *, writes: bool) -> NDArray[np.uint8]:
-    """Return host memory as bytes, checked against ``buffer``; raises UsageError, ClosedError."""
+class _Layout(NamedTuple):
+    """What is copied, as both sides have it."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    dst_strides: tuple[int, ...]
+    src_strides: tuple[int, ...]
+    flat: bool = False
+    """Both are contiguous: their bytes, whatever their shapes and dtypes are."""
+
+    def of(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return the elements of ``array`` that are copied."""
+        if not self.flat:
+            return array[tuple(map(slice, self.shape))]
+        return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
+def _match(dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any], extent: int | Sequence[int] | None) -> _Layout:
+    """Return what is copied from ``src`` to ``dst``; raises UsageError if that is not clear or not possible."""
+    shape = dst.shape
+    if extent is not None:
+        shape = _checked_extent(extent, dst.shape, src.shape)
+    elif _is_contiguous(dst) and _is_contiguous(src):
+        if dst.nbytes != src.nbytes:
+            raise UsageError(f"the source has {src.nbytes} bytes, the destination {dst.nbytes}")
+        return _Layout((dst.nbytes,), 1, (1,), (1,), True)
+    elif dst.shape != src.shape:
+        raise UsageError(f"the source has shape {src.shape}, the destination {dst.shape}: slice them or give an extent")
+    if dst.dtype.itemsize != src.dtype.itemsize:
+        raise UsageError(f"the source has dtype {src.dtype}, the destination {dst.dtype}, of another item size")
+    layout = _Layout(shape, dst.dtype.itemsize, dst.strides, src.strides)
+    check_strides(*layout[:4])
+    return layout
+
+
+def _checked_extent(extent: int | Sequence[int], *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(index, extent if isinstance(extent, Sequence) else (extent,)))
+    except TypeError:
+        raise UsageError(f"extent has an integer per dimension, not {extent!r}") from None
+    for shape in shapes:
+        if len(shape) != len(sizes):
+            raise UsageError(f"extent {sizes} has {len(sizes)} dimensions, an array of shape {shape} has {len(shape)}")
+        if any(not 0 <= size <= length for size, length in zip(sizes, shape, strict=True)):
+            raise UsageError(f"extent {sizes} leaves an array of shape {shape}")
+    return sizes
+
+
+def _is_contiguous(array: Buffer | NDArray[Any]) -> bool:
+    return array.c_contiguous if isinstance(array, Buffer) else array.flags.c_contiguous
+
+
+def _host_array(array: NDArray[Any] | PinnedArray, *, writes: bool) -> NDArray[Any]:
+    """Return host memory as a plain array; raises UsageError, ClosedError."""
     if isinstance(array, PinnedArray):
-        if array.lease is None:
-            raise ClosedError("the pinned array was closed")
         array = array.array
     if not isinstance(array, np.ndarray):
         raise UsageError(f"expected a NumPy array or a PinnedArray, not {type(array).__name__}")
     if array.dtype.hasobject:
         raise UsageError(f"dtype {array.dtype} holds Python objects, which a device cannot")
-    if not array.flags.c_contiguous:
-        raise UsageError("the host array is not C-contiguous")
     if writes and not array.flags.writeable:
         raise UsageError("the host array is read-only")
-    if array.nbytes != buffer.nbytes:
-        raise UsageError(f"the host array has {array.nbytes} bytes, the buffer {buffer.nbytes}")
-    return array.reshape(-1).view(np.uint8) if math.prod(array.shape) else np.empty(0, np.uint8)
+    return array if type(array) is np.ndarray else array.view(np.ndarray)
 
 
 def _after_fork_in_child() -> None:

@@ -291,6 +291,9 @@ class Spy:
         return call
 
 
+_LOST_CALLS = ("check", "query", "enqueue_kernel", "enqueue_copy", "enqueue_copy_box", "enqueue_fill")
+
+
 class SpyDevice(Spy):
     """A host device whose calls are noted, and fail or vanish on demand.
 
@@ -323,7 +326,7 @@ class SpyDevice(Spy):
             self.calls.append(name)
         if name in self.failures:
             raise self.failures[name]
-        if self.lost and name in ("check", "query", "enqueue_kernel", "enqueue_copy", "enqueue_fill"):
+        if self.lost and name in _LOST_CALLS:
             raise ao.DeviceLostError("the device fell off", operation=name, status="ILLEGAL_ADDRESS", code=700)
         if name in self.swallowed:
             return None

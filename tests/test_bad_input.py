@@ -142,21 +142,63 @@ async def test_wrong_dtype(usable: Rig) -> None:
         usable.launch(saxpy, 1.0, np.zeros(4, np.float32), y, 4)
 
 
-async def test_not_contiguous(usable: Rig) -> None:
-    """Arrays that are not C-contiguous raise UsageError, in put, get and copy; so does a slice with a step."""
-    strided, fortran = np.zeros(8, np.float32)[::2], np.asfortranarray(np.zeros((2, 2), np.float32))
-    buffer = usable.off.zeros(4, np.float32)
-    submits: tuple[Callable[[], object], ...] = (
-        lambda: usable.off.put(strided),
-        lambda: usable.off.put(fortran),
-        lambda: usable.off.get(buffer, out=strided),
-        lambda: usable.off.copy(buffer, strided),
-        lambda: usable.off.copy(strided, buffer),
-        lambda: buffer[::2],
+async def test_strides_that_no_copy_has(usable: Rig) -> None:
+    """Arrays that run backwards, are broadcast or written twice raise UsageError that says what to do instead."""
+    off = usable.off
+    backwards, broadcast = np.zeros(4, np.float32)[::-1], np.broadcast_to(np.float32(1), 4)
+    twice = np.lib.stride_tricks.as_strided(np.zeros(4, np.float32), (4,), (2,))
+    buffer = off.zeros(4, np.float32)
+    sources: tuple[Callable[[], object], ...] = (
+        lambda: off.put(backwards),
+        lambda: off.put(broadcast),
+        lambda: off.copy(buffer, backwards),
+        lambda: off.copy(buffer, broadcast),
+        lambda: off.copy(buffer, broadcast, 2),
     )
-    for submit in submits:
-        with pytest.raises(ao.UsageError, match="contiguous"):
+    targets: tuple[Callable[[], object], ...] = (
+        lambda: off.get(buffer, out=backwards),
+        lambda: off.get(buffer, out=twice),
+        lambda: off.copy(backwards, buffer),
+        lambda: off.copy(backwards, buffer, (3,)),
+        lambda: off.copy(twice, buffer),
+    )
+    for submits, remedy in ((sources, r"pass np\.ascontiguousarray\(source\)"), (targets, "contiguous array first")):
+        for submit in submits:
+            with pytest.raises(ao.UsageError, match=remedy):
+                submit()
+    with pytest.raises(ao.UsageError, match="step above 0"):
+        buffer[::-1]
+    assert (await off.get(buffer)).tolist() == [0] * 4
+
+
+async def test_shapes_that_do_not_fit(usable: Rig) -> None:
+    """Shapes and item sizes that differ, and extents that leave an array, raise UsageError and submit nothing."""
+    off = usable.off
+    a, b = off.zeros((6, 8), np.float32), off.zeros((6, 8), np.float32)
+    host = np.zeros((6, 8), np.float32)
+    before = off.stats()["submitted"]
+    cases: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: off.copy(a[:, :4], b), r"shape \(6, 8\), the destination \(6, 4\).*extent"),
+        (lambda: off.copy(a[:, :4], host[:, :6]), "shape"),
+        (lambda: off.copy(host[:, :4], a[:, :6]), "shape"),
+        (lambda: off.copy(a[::2], b[::3]), "shape"),
+        (lambda: off.copy(a[:, :4], np.zeros((6, 4), np.float64)), "item size"),
+        (lambda: off.copy(a, b.view(np.uint16), (6, 8)), "item size"),
+        (lambda: off.copy(a, b, (7, 8)), "leaves"),
+        (lambda: off.copy(a, b[:, 1:], (6, 8)), "leaves"),
+        (lambda: off.copy(a, b, (6, -1)), "leaves"),
+        (lambda: off.copy(a, b, (48,)), "dimensions"),
+        (lambda: off.copy(a, b, 6), "dimensions"),
+        (lambda: off.copy(a, b, ("6", 8)), "integer"),
+        (lambda: off.copy(a, b, 2.5), "integer"),
+        (lambda: off.copy(a[:3], a[2:5]), "overlap"),
+        (lambda: off.copy(a[:, :4], a[:, 4:]), "overlap"),
+        (lambda: off.copy(a, a, (2, 2)), "overlap"),
+    )
+    for submit, message in cases:
+        with pytest.raises(ao.UsageError, match=message):
             submit()
+    assert off.stats()["submitted"] == before
 
 
 async def test_closed_buffer(usable: Rig) -> None:

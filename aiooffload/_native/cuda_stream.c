@@ -20,6 +20,38 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+/* CUDA_MEMCPY2D_v2: rows of `width` bytes. Where the memory is, the driver finds out from the address. */
+typedef struct {
+    size_t x, y;
+    unsigned memory_type;
+    const void *host;         /* unused, as `array` is */
+    uint64_t address;
+    void *array;
+    size_t pitch;             /* bytes from one row to the next */
+} plane;
+typedef struct {
+    plane source, destination;
+    size_t width, height;
+} memcpy_2d;
+
+/* CUDA_MEMCPY3D_v2: slices of such rows. */
+typedef struct {
+    size_t x, y, z, level;
+    unsigned memory_type;
+    const void *host;         /* unused, as `array` is */
+    uint64_t address;
+    void *array, *reserved;   /* NULL */
+    size_t pitch, rows;       /* `rows` of `pitch` bytes from one slice to the next */
+} volume;
+typedef struct {
+    volume source, destination;
+    size_t width, height, depth;
+} memcpy_3d;
+
+_Static_assert(sizeof(memcpy_2d) == 128 && sizeof(memcpy_3d) == 200, "the driver's layout of its copy parameters");
+
+enum { MEMORY_UNIFIED = 4 };
+
 /* X(return type is CUresult) name in the struct, exported symbol, parameters */
 #define ENTRY_POINTS(X)                                                                                                \
     X(ctx_push, "cuCtxPushCurrent_v2", (void *))                                                                       \
@@ -33,6 +65,8 @@
     X(write_value, "cuStreamWriteValue64_v2", (void *, uint64_t, uint64_t, unsigned))                                  \
     X(host_func, "cuLaunchHostFunc", (void *, void (*)(void *), void *))                                               \
     X(memcpy_async, "cuMemcpyAsync", (uint64_t, uint64_t, size_t, void *))                                             \
+    X(memcpy_2d_async, "cuMemcpy2DAsync_v2", (const memcpy_2d *, void *))                                              \
+    X(memcpy_3d_async, "cuMemcpy3DAsync_v2", (const memcpy_3d *, void *))                                              \
     X(memset_d8, "cuMemsetD8Async", (uint64_t, unsigned char, size_t, void *))                                         \
     X(memset_d16, "cuMemsetD16Async", (uint64_t, unsigned short, size_t, void *))                                      \
     X(memset_d32, "cuMemsetD32Async", (uint64_t, unsigned, size_t, void *))                                            \
@@ -52,7 +86,7 @@ static struct { ENTRY_POINTS(DECLARE) } cu; /* all set once cuda_initialise() re
 
 static PyObject *make_error; /* (entry point: str, status: int) -> exception; set with cu */
 
-enum { NOT_READY = 600, CAPTURE_IMPLICIT = 906, EVENT_DISABLE_TIMING = 2, WAIT_GEQ = 0, CAPTURE_RELAXED = 2 };
+enum { INVALID_VALUE = 1, NOT_READY = 600, CAPTURE_IMPLICIT = 906, EVENT_DISABLE_TIMING = 2, WAIT_GEQ = 0, CAPTURE_RELAXED = 2 };
 enum { LEGACY_STREAM = 1, PER_THREAD_STREAM = 2 }; /* handles of the default streams */
 
 /* CUstreamBatchMemOpParams, the writeValue member; the union is 48 bytes. */
@@ -402,6 +436,65 @@ static PyObject *stream_enqueue_copy(CudaStream *self, PyObject *args) {
     return none_or_fail("cuMemcpyAsync", status);
 }
 
+/* Pitches and slices are distances in bytes; a slice is a multiple of the pitch (the planner sees to it). */
+typedef struct {
+    unsigned long long destination, source, width, height, depth, destination_pitch, source_pitch, destination_slice,
+        source_slice;
+} box;
+
+static int copy_2d(const CudaStream *self, const box *b) {
+    memcpy_2d copy = {
+        .source = {.memory_type = MEMORY_UNIFIED, .address = b->source, .pitch = b->source_pitch},
+        .destination = {.memory_type = MEMORY_UNIFIED, .address = b->destination, .pitch = b->destination_pitch},
+        .width = b->width,
+        .height = b->height,
+    };
+    return cu.memcpy_2d_async(&copy, self->stream);
+}
+
+static int copy_3d(const CudaStream *self, const box *b) {
+    memcpy_3d copy = {
+        .source = {.memory_type = MEMORY_UNIFIED, .address = b->source, .pitch = b->source_pitch},
+        .destination = {.memory_type = MEMORY_UNIFIED, .address = b->destination, .pitch = b->destination_pitch},
+        .width = b->width,
+        .height = b->height,
+        .depth = b->depth,
+    };
+    if (b->depth > 1) { /* may be 0 otherwise */
+        copy.source.rows = b->source_slice / b->source_pitch;
+        copy.destination.rows = b->destination_slice / b->destination_pitch;
+    }
+    return cu.memcpy_3d_async(&copy, self->stream);
+}
+
+/* In the stream's context, as copy() is. The manual lets cuMemcpy2DAsync refuse pitches between two places of
+ * device memory that cuMemAllocPitch did not compute, and cuMemcpy3DAsync none. */
+static int copy_box(const CudaStream *self, const box *b) {
+    void *ours;
+    int status = cu.ctx_push(self->context);
+    if (status) return status;
+    status = b->depth > 1 ? copy_3d(self, b) : copy_2d(self, b);
+    if (status == INVALID_VALUE && b->depth == 1) status = copy_3d(self, b);
+    cu.ctx_pop(&ours);
+    return status;
+}
+
+/* (destination, source, width, height, depth, then pitches and slices, each of the destination first) */
+static PyObject *stream_enqueue_copy_box(CudaStream *self, PyObject *args) {
+    box b;
+    int status = 0;
+    if (!PyArg_ParseTuple(args, "KKKKKKKKK:enqueue_copy_box", &b.destination, &b.source, &b.width, &b.height, &b.depth,
+                          &b.destination_pitch, &b.source_pitch, &b.destination_slice, &b.source_slice) ||
+        is_closed(self))
+        return NULL;
+    if (b.depth > 1 && !(b.destination_pitch && b.source_pitch)) {
+        PyErr_SetString(PyExc_ValueError, "slices have rows, which are a pitch above 0 apart");
+        return NULL;
+    }
+    if (b.width && b.height && b.depth) WITHOUT_INTERPRETER(copy_box(self, &b));
+    return none_or_fail(b.depth == 1 ? "cuMemcpy2DAsync" : "cuMemcpy3DAsync", status);
+}
+
 /* The driver fills with 1, 2 or 4 bytes; longer patterns are one strided fill per 4 bytes. */
 static int fill(CudaStream *self, uint64_t address, const char *pattern, size_t width, size_t count) {
     uint32_t part;
@@ -507,6 +600,7 @@ static PyMethodDef stream_methods[] = {
     {"enqueue_wait", (PyCFunction)stream_enqueue_wait, METH_VARARGS, "Hold later work until a word reaches a value."},
     {"enqueue_wake", (PyCFunction)stream_enqueue_wake, METH_O, "Add 1 to an eventfd in stream order."},
     {"enqueue_copy", (PyCFunction)stream_enqueue_copy, METH_VARARGS, "Copy between device and registered memory."},
+    {"enqueue_copy_box", (PyCFunction)stream_enqueue_copy_box, METH_VARARGS, "Copy rows, or slices of rows."},
     {"enqueue_fill", (PyCFunction)stream_enqueue_fill, METH_VARARGS, "Repeat a pattern."},
     {"enqueue_record", (PyCFunction)stream_enqueue_record, METH_O, "Record an event."},
     {"enqueue_wait_event", (PyCFunction)stream_enqueue_wait_event, METH_O, "Hold later work until an event is done."},

@@ -136,7 +136,14 @@ typedef struct {
     char closed;
 } HostEvent;
 
-enum { KERNEL, MARK, WRITE, WAIT, WAKE, COPY, FILL, RECORD, WAIT_EVENT };
+enum { KERNEL, MARK, WRITE, WAIT, WAKE, COPY, COPY_BOX, FILL, RECORD, WAIT_EVENT };
+
+/* Rows of `width` bytes: `height` of them in each of `depth` slices. Pitches and slices are distances in bytes. */
+typedef struct {
+    char *destination;
+    const char *source;
+    uint64_t width, height, depth, destination_pitch, source_pitch, destination_slice, source_slice;
+} Box;
 
 /* A command owns its plan, prepared, operation, word and point. */
 typedef struct {
@@ -148,6 +155,7 @@ typedef struct {
         uint64_t sequence;                                                    /* MARK */
         struct { AoWord *word; uint64_t value; } word;                        /* WRITE, WAIT */
         struct { char *destination; const char *source; size_t nbytes; } copy;
+        Box box;                                                              /* COPY_BOX */
         struct { char *address; uint64_t count; unsigned char pattern[16]; } fill;
         Point *point;                                                         /* RECORD, WAIT_EVENT */
     };
@@ -487,6 +495,34 @@ static void copy(const Command *c, PyThreadState **released) {
     }
 }
 
+/* Constant sizes, so that the compiler makes a single element one load and one store. */
+static void copy_row(char *destination, const char *source, size_t width) {
+    switch (width) {
+    case 1: memcpy(destination, source, 1); break;
+    case 2: memcpy(destination, source, 2); break;
+    case 4: memcpy(destination, source, 4); break;
+    case 8: memcpy(destination, source, 8); break;
+    case 16: memcpy(destination, source, 16); break;
+    default: memcpy(destination, source, width);
+    }
+}
+
+static void copy_box(const Box *box, PyThreadState **released) {
+    size_t since = 0; /* bytes since the last look whether the interpreter is going away */
+    if (box->width * box->height * box->depth > INLINE_BYTES) interpreter_release(released);
+    for (uint64_t z = 0; z < box->depth; z++) {
+        char *destination = box->destination + z * box->destination_slice;
+        const char *source = box->source + z * box->source_slice;
+        for (uint64_t y = 0; y < box->height; y++, since += box->width) {
+            if (since >= PIECE_BYTES) {
+                since = 0;
+                check_alive(released);
+            }
+            copy_row(destination + y * box->destination_pitch, source + y * box->source_pitch, box->width);
+        }
+    }
+}
+
 static void fill(const Command *c, PyThreadState **released) {
     unsigned char tile[4096]; /* a multiple of every width */
     size_t nbytes = (size_t)c->fill.count * c->width;
@@ -521,6 +557,7 @@ static void execute(HostStream *self, const Command *c, PyThreadState **released
         break;
     case WAKE: wake(c->descriptor); break;
     case COPY: copy(c, released); break;
+    case COPY_BOX: copy_box(&c->box, released); break;
     case FILL: fill(c, released); break;
     case RECORD:
         __atomic_store_n(&c->point->done, 1, __ATOMIC_SEQ_CST);
@@ -764,6 +801,21 @@ static PyObject *stream_enqueue_copy(HostStream *self, PyObject *const *args, Py
     return enqueue(self, &c);
 }
 
+static PyObject *stream_enqueue_copy_box(HostStream *self, PyObject *const *args, Py_ssize_t nargs) {
+    Command c = {.kind = COPY_BOX};
+    uint64_t destination, source;
+    uint64_t *sizes[] = {&c.box.width, &c.box.height, &c.box.depth, &c.box.destination_pitch,
+                         &c.box.source_pitch, &c.box.destination_slice, &c.box.source_slice};
+    if (argument_count("enqueue_copy_box", nargs, 9) < 0 || argument_size(args[0], &destination) < 0 ||
+        argument_size(args[1], &source) < 0)
+        return NULL;
+    for (int i = 0; i < 7; i++)
+        if (argument_size(args[2 + i], sizes[i]) < 0) return NULL;
+    c.box.destination = (char *)(uintptr_t)destination;
+    c.box.source = (const char *)(uintptr_t)source;
+    return enqueue(self, &c);
+}
+
 static PyObject *stream_enqueue_fill(HostStream *self, PyObject *const *args, Py_ssize_t nargs) {
     Command c = {.kind = FILL};
     uint64_t address;
@@ -868,6 +920,7 @@ static PyMethodDef stream_methods[] = {
     FAST(enqueue_wait),
     ONE(enqueue_wake),
     FAST(enqueue_copy),
+    FAST(enqueue_copy_box),
     FAST(enqueue_fill),
     ONE(enqueue_record),
     ONE(enqueue_wait_event),

@@ -74,6 +74,8 @@ class DeviceProperties:
     multiprocessors: int
     compute_capability: tuple[int, int]
     """(0, 0) on the host device."""
+    max_pitch: int
+    """Bytes from one row to the next that ``enqueue_copy_box`` takes at most."""
     memory_operations: bool
     """Whether streams can wait for and write words (``enqueue_wait``, ``enqueue_mark``)."""
     spins: bool
@@ -261,6 +263,27 @@ class Stream(Protocol):
         """Copy between device memory and registered memory, in any direction, by device address.
 
         *HIP:* hipMemcpyAsync with hipMemcpyDefault.
+        """
+
+    def enqueue_copy_box(
+        self,
+        destination: int,
+        source: int,
+        width: int,
+        height: int,
+        depth: int,
+        destination_pitch: int,
+        source_pitch: int,
+        destination_slice: int,
+        source_slice: int,
+        /,
+    ) -> None:
+        """Copy ``depth`` slices of ``height`` rows of ``width`` bytes between memory as for ``enqueue_copy``.
+
+        A pitch is the distance in bytes from one row to the next, from ``width`` to
+        ``DeviceProperties.max_pitch``; a slice is that from one slice to the next, a multiple of the pitch and
+        at least ``height`` times it (any number where ``depth`` is 1). Nothing is written between the rows.
+        Source and destination do not overlap. *HIP:* hipMemcpyParam2DAsync, hipDrvMemcpy3DAsync.
         """
 
     def enqueue_fill(self, address: int, pattern: bytes, count: int) -> None:

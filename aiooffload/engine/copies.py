@@ -5,24 +5,30 @@ blocks of registered memory, each lent to one copy until that copy's mark has ar
 never written while the device still reads it. Small copies pass through a block at once, on the
 loop's thread; large ones go piece by piece, and a worker thread moves the bytes. Pinned arrays
 need no staging.
+
+A copy of any shape is a plan of driver calls (``rules/copyplan.py``). Where it is staged, NumPy follows the
+strides of the host, and a block has the elements in the order of the device's memory: only gaps there take
+calls. What needs more calls than one operation may enqueue goes to its lane in portions.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiooffload.buffer import Buffer, Lease, PinnedArray
+from aiooffload.buffer import Buffer, Lease
 from aiooffload.operation import Operation
+from aiooffload.rules.copyplan import Step, c_strides, parts, plan, span
 
 if TYPE_CHECKING:
     from aiooffload.drivers.api import RegisteredMemory, Stream
-    from aiooffload.engine.lanes import Lanes
+    from aiooffload.engine.lanes import Lane, Lanes
 
 __all__ = [
     "INLINE_NBYTES",
@@ -31,6 +37,7 @@ __all__ = [
     "PIECE_NBYTES",
     "SMALL_BLOCKS",
     "Copies",
+    "Place",
     "Staging",
 ]
 
@@ -43,7 +50,35 @@ MOST_LARGE_BLOCKS: Final = 128
 PIECES_IN_FLIGHT: Final = 4
 """Of one copy: enough to keep the bus busy, few enough to leave blocks for others."""
 
+CALLS_AT_ONCE: Final = 2
+"""Driver calls of one operation at most: with its mark three entries, so that a full lane is no full stream."""
+PORTION_CALLS: Final = 32
+PORTIONS_IN_FLIGHT: Final = 2
+"""On one lane, of all its copies together: each has more entries than the lane's depth allows for."""
+
 Bytes = NDArray[np.uint8]
+Call = Callable[["Stream"], None]
+_BYTES: Final = (1,)
+"""The strides of contiguous bytes."""
+
+
+class Place(NamedTuple):
+    """Where a device finds one side of a copy."""
+
+    address: int
+    """Of the first element."""
+    strides: tuple[int, ...]
+    """Bytes from one element to the next in each dimension."""
+
+    def part(self, part: tuple[slice, ...]) -> Place:
+        """Return the place of a part."""
+        distance = sum(one.start * stride for one, stride in zip(part, self.strides, strict=True))
+        return self._replace(address=self.address + distance)
+
+    def ordered(self) -> tuple[Place, list[int]]:
+        """Return it with its dimensions in the order of memory, outermost first, and which they were."""
+        order = sorted(range(len(self.strides)), key=lambda axis: -self.strides[axis])
+        return self._replace(strides=tuple(self.strides[axis] for axis in order)), order
 
 
 class StagingBlock:
@@ -135,6 +170,8 @@ class Copies:
         Starts a background task of the engine.
     owner
         The engine, as its operations name it.
+    max_pitch
+        The largest pitch that the device takes.
     """
 
     def __init__(
@@ -145,7 +182,10 @@ class Copies:
         offload: Callable[..., Awaitable[Any]],
         spawn: Callable[[Any], object],
         owner: Any,
+        max_pitch: int,
     ) -> None:
+        self._max_pitch = max_pitch
+        self._portions: dict[Lane, asyncio.Semaphore] = {}
         self._lanes = lanes
         self._small = small
         self._large = large
@@ -160,50 +200,112 @@ class Copies:
         address = target.address
         operation.steps = lambda stream: stream.enqueue_fill(address, pattern, count)
 
-    def device_to_device(self, operation: Operation[Any], target: Buffer, source: Buffer) -> None:
-        """Copy all of ``source`` to ``target``."""
-        self._direct(operation, target.address, source.address, source.nbytes)
+    def fill_strided(self, operation: Operation[Any], target: Buffer, pattern: bytes, scratch: Buffer) -> None:
+        """Write ``pattern`` over ``target``: fill ``scratch``, which is contiguous, and copy from there."""
+        place, order = Place(target.address, target.strides).ordered()
+        shape, itemsize = tuple(target.shape[axis] for axis in order), target.dtype.itemsize
+        filled, nbytes = scratch.address, scratch.nbytes
 
-    def pinned_to_device(self, operation: Operation[Any], target: Buffer, source: PinnedArray) -> None:
-        """Copy without staging."""
-        assert source.lease is not None
-        self._direct(operation, target.address, source.lease.block.device_address, target.nbytes)
+        def calls() -> Iterator[Call]:
+            yield lambda stream: stream.enqueue_fill(filled, pattern, nbytes // len(pattern))
+            for part in parts(shape, itemsize, nbytes):
+                sizes = tuple(one.stop - one.start for one in part)
+                yield from self._calls(sizes, itemsize, place.part(part), Place(filled, c_strides(sizes, itemsize)))
 
-    def device_to_pinned(self, operation: Operation[Any], target: PinnedArray, source: Buffer) -> None:
-        """Copy without staging."""
-        assert target.lease is not None
-        self._direct(operation, target.lease.block.device_address, source.address, source.nbytes)
+        operation.keep = scratch.open_lease()
+        self._send(operation, calls(), None)
 
-    def _direct(self, operation: Operation[Any], target: int, source: int, nbytes: int) -> None:
-        operation.steps = lambda stream: stream.enqueue_copy(target, source, nbytes)
+    def direct(
+        self,
+        operation: Operation[Any],
+        shape: tuple[int, ...],
+        itemsize: int,
+        target: Place,
+        source: Place,
+        result: object = None,
+    ) -> None:
+        """Copy between device memory and pinned memory."""
+        outcome = None if result is None else lambda: result
+        self._send(operation, self._calls(shape, itemsize, target, source), outcome)
 
-    def host_to_device(self, operation: Operation[Any], target: Buffer, source: Bytes, result: object) -> None:
+    def host_to_device(self, operation: Operation[Any], target: Place, source: NDArray[Any], result: object) -> None:
         """Copy pageable memory; a small source is read now, a large one until the operation is done."""
-        lease = self._small.take_now() if source.nbytes <= INLINE_NBYTES else None
+        source, target = _in_order(source, target)
+        lease = self._small.take_now() if _extent(source) <= INLINE_NBYTES else None
         if lease is None:
-            self._stream(operation, lambda: self._pump_in(operation, target.address, source, result))
+            self._stream(operation, lambda: self._pump_in(operation, target, source, result))
             return
-        lease.block.array[: source.nbytes] = source
-        self._direct(operation, target.address, lease.block.device_address, source.nbytes)
+        np.copyto(_staged(lease, source), source)
         operation.keep = (operation.keep, lease)
-        if result is not None:
-            operation.arrival = lambda op: op.finish(result)
+        calls = self._calls(source.shape, source.itemsize, target, _place_in(lease, source))
+        self._send(operation, calls, None if result is None else lambda: result)
 
-    def device_to_host(self, operation: Operation[Any], target: Bytes, source: Buffer, result: object) -> None:
+    def device_to_host(self, operation: Operation[Any], target: NDArray[Any], source: Place, result: object) -> None:
         """Copy to pageable memory."""
-        lease = self._small.take_now() if target.nbytes <= INLINE_NBYTES else None
+        target, source = _in_order(target, source)
+        lease = self._small.take_now() if _extent(target) <= INLINE_NBYTES else None
         if lease is None:
-            self._stream(operation, lambda: self._pump_out(operation, target, source.address, result))
+            self._stream(operation, lambda: self._pump_out(operation, target, source, result))
             return
-        staged = lease.block.array[: target.nbytes]
-        self._direct(operation, lease.block.device_address, source.address, target.nbytes)
+        staged = _staged(lease, target)
+        calls = self._calls(target.shape, target.itemsize, _place_in(lease, target), source)
         operation.keep = (operation.keep, lease)
 
-        def arrived(op: Operation[Any]) -> None:
-            target[:] = staged
-            op.finish(result)
+        def arrived() -> object:
+            np.copyto(target, staged)
+            return result
 
-        operation.arrival = arrived
+        self._send(operation, calls, arrived)
+
+    # -- driver calls ----------------------------------------------------------------------
+
+    def _calls(self, shape: tuple[int, ...], itemsize: int, target: Place, source: Place) -> Iterator[Call]:
+        """Plan a copy, now, and make its calls as they are asked for."""
+        to, dst_strides = target
+        at, src_strides = source
+        if itemsize == 1 and dst_strides == src_strides == _BYTES:  # what most copies are needs no planning
+            return iter((_call(to, at, shape[0]),) if shape[0] else ())
+        steps = plan(shape, itemsize, dst_strides, src_strides, max_pitch=self._max_pitch)
+        return (_call(to + step.dst_offset, at + step.src_offset, step.width, step) for step in steps)
+
+    def _send(self, operation: Operation[Any], calls: Iterator[Call], outcome: Callable[[], object] | None) -> None:
+        """Make ``calls`` what it has to do, and ``outcome()`` its result; many calls go in portions."""
+        first = tuple(islice(calls, CALLS_AT_ONCE + 1))
+        if len(first) > CALLS_AT_ONCE:
+            self._stream(operation, lambda: self._pump_calls(operation, chain(first, calls), outcome))
+            return
+        operation.steps = _together(first)
+        if outcome is not None:
+            operation.arrival = lambda op: op.finish(outcome())
+
+    async def _pump_calls(
+        self, operation: Operation[Any], calls: Iterator[Call], outcome: Callable[[], object] | None
+    ) -> None:
+        await self._in_portions(operation, calls, None)
+        stop = operation.stop
+        self._lanes.finish_streamed(operation, stop, outcome() if outcome is not None and stop is None else None)
+
+    async def _in_portions(
+        self, parent: Operation[Any], calls: Iterator[Call], lease: Lease[StagingBlock] | None
+    ) -> bool:
+        """Submit calls on the lane of ``parent`` and wait until they are done; False if it was stopped meanwhile."""
+        turns = self._portions.setdefault(parent.lane, asyncio.Semaphore(PORTIONS_IN_FLIGHT))
+        portions: deque[Operation[None]] = deque()
+        try:
+            while portion := tuple(islice(calls, PORTION_CALLS)):
+                await turns.acquire()
+                if parent.stop is not None:
+                    turns.release()
+                    return False
+                portions.append(self._piece(parent, portion, lease))
+                portions[-1].add_done_callback(lambda _: turns.release())
+                if len(portions) > PORTIONS_IN_FLIGHT:
+                    await portions.popleft()
+        finally:
+            failures = await _settle([portion.wait() for portion in portions])
+        if failures:
+            raise failures[0]
+        return True
 
     # -- piece by piece --------------------------------------------------------------------
 
@@ -226,61 +328,122 @@ class Copies:
             self._lanes.finish_streamed(operation, self._lanes.dead or error)
             raise
 
-    def _pieces(self, nbytes: int) -> list[slice]:
-        return [slice(start, min(start + PIECE_NBYTES, nbytes)) for start in range(0, nbytes, PIECE_NBYTES)]
-
     def _piece(
-        self, parent: Operation[Any], target: int, source: int, nbytes: int, lease: Lease[StagingBlock]
+        self, parent: Operation[Any], calls: tuple[Call, ...], lease: Lease[StagingBlock] | None
     ) -> Operation[None]:
         """Submit one piece on the lane of ``parent``; the block comes back when its mark has arrived."""
         piece: Operation[None] = Operation(parent.loop, self._owner, f"piece of {parent.name}")
         piece.keep = (parent.keep, lease)
         piece.add_done_callback(Operation.look)  # its failure is the copy's, told there
-        self._direct(piece, target, source, nbytes)
+        piece.steps = _together(calls)
         self._lanes.place(piece, parent.lane)
         return piece
 
-    async def _pump_in(self, operation: Operation[Any], target: int, source: Bytes, result: object) -> None:
+    async def _pass(
+        self, parent: Operation[Any], calls: Iterator[Call], lease: Lease[StagingBlock]
+    ) -> list[Operation[None]] | None:
+        """Submit the calls of one block and return those in flight, none if they were many; None if it was stopped."""
+        first = tuple(islice(calls, CALLS_AT_ONCE + 1))
+        if len(first) <= CALLS_AT_ONCE:
+            return [self._piece(parent, first, lease)]
+        return [] if await self._in_portions(parent, chain(first, calls), lease) else None
+
+    async def _pump_in(self, operation: Operation[Any], target: Place, source: NDArray[Any], result: object) -> None:
         pieces: list[Operation[None]] = []
         try:
-            for part in self._pieces(source.nbytes):
+            for part in parts(source.shape, source.itemsize, PIECE_NBYTES):
                 if len(pieces) >= PIECES_IN_FLIGHT:
                     await pieces[-PIECES_IN_FLIGHT]
                 lease = await self._large.take()
-                await self._offload(_move, lease.block.array[: part.stop - part.start], source[part], lease)
+                piece = source[part]
+                await self._offload(_move, _staged(lease, piece), piece, lease)
                 if operation.stop is not None:
                     break
-                address = lease.block.device_address
-                pieces.append(self._piece(operation, target + part.start, address, part.stop - part.start, lease))
+                calls = self._calls(piece.shape, piece.itemsize, target.part(part), _place_in(lease, piece))
+                pieces += await self._pass(operation, calls, lease) or ()
                 del lease
         finally:
             # Done means that the device no longer touches the memory, whatever else went wrong.
             failures = await _settle([piece.wait() for piece in pieces])
         self._lanes.finish_streamed(operation, failures[0] if failures else operation.stop, result)
 
-    async def _pump_out(self, operation: Operation[Any], target: Bytes, source: int, result: object) -> None:
+    async def _pump_out(self, operation: Operation[Any], target: NDArray[Any], source: Place, result: object) -> None:
         moves: list[asyncio.Task[None]] = []
         try:
-            for part in self._pieces(target.nbytes):
+            for part in parts(target.shape, target.itemsize, PIECE_NBYTES):
                 if len(moves) >= PIECES_IN_FLIGHT:
                     await moves[-PIECES_IN_FLIGHT]
                 lease = await self._large.take()
                 if operation.stop is not None:
                     break
-                address = lease.block.device_address
-                piece = self._piece(operation, address, source + part.start, part.stop - part.start, lease)
-                moves.append(operation.loop.create_task(self._move_out(piece, lease, target[part])))
+                piece = target[part]
+                calls = self._calls(piece.shape, piece.itemsize, _place_in(lease, piece), source.part(part))
+                arriving = await self._pass(operation, calls, lease)
+                if arriving is None:  # what the block has is not all of this piece
+                    break
+                moves.append(operation.loop.create_task(self._move_out(arriving, lease, piece)))
                 del lease
         finally:
             failures = await _settle(moves)
         self._lanes.finish_streamed(operation, failures[0] if failures else operation.stop, result)
 
-    async def _move_out(self, piece: Operation[None], lease: Lease[StagingBlock], target: Bytes) -> None:
-        await piece
-        await self._offload(_move, target, lease.block.array[: target.nbytes], lease)
+    async def _move_out(
+        self, arriving: list[Operation[None]], lease: Lease[StagingBlock], target: NDArray[Any]
+    ) -> None:
+        for piece in arriving:
+            await piece
+        await self._offload(_move, target, _staged(lease, target), lease)
 
 
-def _move(target: Bytes, source: Bytes, lease: Lease[StagingBlock]) -> None:
+def _call(target: int, source: int, width: int, step: Step | None = None) -> Call:
+    if step is None or step.dimensions == 1:
+        return lambda stream: stream.enqueue_copy(target, source, width)
+    return lambda stream: stream.enqueue_copy_box(target, source, *step[2:])
+
+
+def _together(calls: tuple[Call, ...]) -> Call:
+    if len(calls) == 1:
+        return calls[0]
+
+    def steps(stream: Stream) -> None:
+        for call in calls:
+            call(stream)
+
+    return steps
+
+
+def _extent(array: NDArray[Any]) -> int:
+    """Return how many bytes it has, or its elements are spread over: what it costs to go over them."""
+    nbytes = array.nbytes
+    return nbytes if array.flags.c_contiguous else max(nbytes, span(array.shape, array.itemsize, array.strides))
+
+
+def _in_order(array: NDArray[Any], place: Place) -> tuple[NDArray[Any], Place]:
+    """Return both with their dimensions in the order of the device's memory, in items that NumPy moves as they are."""
+    if place.strides == _BYTES:
+        return array, place
+    place, order = place.ordered()
+    array = array.transpose(order)
+    itemsize = array.itemsize
+    if itemsize <= PIECE_NBYTES:
+        # Not their own dtype: NumPy may leave out what is between the fields of a struct.
+        return array.view(f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"), place
+    # An item that fits into no block is a dimension of bytes.
+    return array[..., np.newaxis].view(np.uint8), place._replace(strides=(*place.strides, 1))
+
+
+def _staged(lease: Lease[StagingBlock], array: NDArray[Any]) -> NDArray[Any]:
+    """Return the array in the block that has the elements of ``array``, in C order."""
+    staged: NDArray[Any] = lease.block.array[: array.nbytes]
+    return staged if array.ndim == 1 and array.dtype == np.uint8 else staged.view(array.dtype).reshape(array.shape)
+
+
+def _place_in(lease: Lease[StagingBlock], array: NDArray[Any]) -> Place:
+    """Return where that is for the device."""
+    return Place(lease.block.device_address, c_strides(array.shape, array.itemsize))
+
+
+def _move(target: NDArray[Any], source: NDArray[Any], lease: Lease[StagingBlock]) -> None:
     """Copy on a worker thread, which holds the lease until it has, whatever becomes of the task."""
     np.copyto(target, source)
 

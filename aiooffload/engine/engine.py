@@ -296,7 +296,10 @@ class Engine:
         small = await self.offload(self.memory.register, SMALL_BLOCKS * INLINE_NBYTES)
         large = await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES)
         staging = Staging(large, PIECE_NBYTES, MOST_LARGE_BLOCKS, lambda: self._spawn(self._grow(staging)))
-        self.copies = Copies(self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self)
+        max_pitch = self.device.properties.max_pitch
+        self.copies = Copies(
+            self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self, max_pitch
+        )
         if not self.device.properties.memory_operations:
             self._fall_back("its streams cannot write or wait for words")
             async with barrier.alone():  # what was going on when this engine joined did not pause it

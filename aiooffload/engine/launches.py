@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiooffload.drivers.api import CallParameter, Compiled, Device, Function
     from aiooffload.engine.scratch import ScratchLayout
     from aiooffload.kernel import Kernel, Parameter
+    from aiooffload.operation import OperationOwner
 
 __all__ = ["Geometry", "Kernels", "Site", "buffers", "check_sizes", "retrieve"]
 
@@ -204,7 +205,7 @@ def _size(parameter: Parameter) -> int | None:
     return None if parameter.dtype is None else parameter.dtype.itemsize
 
 
-def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[tuple[Allocation, bool]]:
+def buffers(kernel: Kernel, arguments: Sequence[object], owner: OperationOwner) -> list[tuple[Allocation, bool]]:
     """Return the memory of the Buffers among the arguments, each with whether the kernel may write it.
 
     Raises UsageError for a wrong count, dtype or device, ClosedError for a closed buffer.
@@ -220,7 +221,7 @@ def buffers(kernel: Kernel, arguments: Sequence[object], owner: object) -> list[
             parameter.check(value)
         else:
             value.check_open()
-        if value.allocation.owner is not owner:
+        if not value.allocation.belongs_to(owner):
             raise UsageError(f"argument {index} of kernel {kernel.name} is a buffer of another Offload")
         found.append((value.allocation, not kernel.signature.read_only(index)))
     return found

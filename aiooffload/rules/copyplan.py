@@ -3,12 +3,15 @@
 The driver copies bytes in one (``cuMemcpyAsync``), two (``cuMemcpy2DAsync``) or three dimensions
 (``cuMemcpy3DAsync``). Two dimensions that are contiguous across one another on both sides are one;
 of what is left, the plan gives to a call what makes the calls fewest, and repeats it over the rest.
-A dimension is never divided between calls, not even where, say, each second slice would be a
+So it is one call wherever one call can do it, and else the fewest over the merged dimensions. Once in
+a while leaving two of them apart would save some more (two calls rather than three); that is not looked
+for. A dimension is never divided between calls, not even where, say, each second slice would be a
 multiple of the pitch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,20 @@ from typing import Final, Literal, NamedTuple
 
 from aiooffload.errors import UsageError
 
-__all__ = ["MAX_PITCH", "Axis", "Plan", "Step", "check_extent", "overlaps", "plan", "span"]
+__all__ = [
+    "MAX_PITCH",
+    "Axis",
+    "Plan",
+    "Step",
+    "c_strides",
+    "check_extent",
+    "check_strides",
+    "is_contiguous",
+    "overlaps",
+    "parts",
+    "plan",
+    "span",
+]
 
 MAX_PITCH: Final = 2**31 - 1
 """The largest pitch that a driver takes, in bytes, where the device does not say another."""
@@ -92,8 +108,9 @@ def plan(
     *,
     max_pitch: int = MAX_PITCH,
 ) -> Plan:
-    """Return the fewest driver calls that copy an array to another, each of which does whole dimensions.
+    """Return driver calls that copy an array to another, each of which does whole dimensions.
 
+    One call if one can do it, otherwise the fewest over the merged dimensions.
     The memory of the two must not overlap. The calls may run in any order.
 
     Parameters
@@ -115,10 +132,9 @@ def plan(
     UsageError
         If a stride is negative or zero, or elements of the destination overlap one another.
     """
+    check_strides(shape, itemsize, dst_strides, src_strides)
     if itemsize == 0 or 0 in shape:
         return Plan(None)
-    _check("source", _SOURCE_REMEDY, shape, src_strides)
-    _check("destination", _DESTINATION_REMEDY, shape, dst_strides)
     run, *axes = _merged(shape, itemsize, dst_strides, src_strides)
     width, block = run.length, _block(run.length, axes, max_pitch)
     if width > itemsize and any(axis.src < width for axis in axes):
@@ -132,6 +148,29 @@ def plan(
     depth, dst_slice, src_slice = block[1] if len(block) > 1 else contiguous
     first = Step(0, 0, width, height, depth, dst_pitch, src_pitch, dst_slice, src_slice)
     return Plan(first, tuple(axis for axis in reversed(axes) if axis not in block))
+
+
+def parts(shape: Sequence[int], itemsize: int, most_nbytes: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the parts of an array, one behind the other in C order, that have ``most_nbytes`` at most.
+
+    Each is a slice per dimension: whole inner dimensions, some of one, one of each outer one. An element
+    is never divided, so one that is larger is a part by itself.
+    """
+    if 0 in shape:
+        return
+    axis, inner = len(shape), itemsize  # bytes of the dimensions from `axis` on
+    while axis and inner * shape[axis - 1] <= most_nbytes:
+        axis -= 1
+        inner *= shape[axis]
+    whole = tuple(slice(0, length) for length in shape[axis:])
+    if not axis:
+        yield whole
+        return
+    length, rows = shape[axis - 1], max(most_nbytes // max(inner, 1), 1)
+    for index in itertools.product(*map(range, shape[: axis - 1])):
+        outer = tuple(slice(i, i + 1) for i in index)
+        for start in range(0, length, rows):
+            yield (*outer, slice(start, min(start + rows, length)), *whole)
 
 
 def _size(block: Sequence[Axis]) -> int:
@@ -167,26 +206,33 @@ def _are_slices(axis: Axis, row: Axis) -> bool:
 
 
 def _merged(shape: Sequence[int], itemsize: int, dst_strides: Sequence[int], src_strides: Sequence[int]) -> list[Axis]:
-    """Return the bytes that are contiguous on both sides, then the other dimensions by destination stride.
-
-    Raises UsageError if elements of the destination overlap one another.
-    """
+    """Return the bytes that are contiguous on both sides, then the other dimensions by destination stride."""
     axes = [axis for axis in map(Axis, shape, dst_strides, src_strides) if axis.length > 1]
     merged = [Axis(itemsize, 1, 1)]
-    reach = itemsize
     for axis in sorted(axes, key=lambda axis: axis.dst):
-        if axis.dst < reach:
-            raise UsageError(
-                f"elements of the destination overlap: a dimension has stride {axis.dst}, "
-                f"those within it span {reach} bytes; {_DESTINATION_REMEDY}"
-            )
-        reach += (axis.length - 1) * axis.dst
         inner = merged[-1]
         if (axis.dst, axis.src) == (inner.dst * inner.length, inner.src * inner.length):
             merged[-1] = inner._replace(length=inner.length * axis.length)
         else:
             merged.append(axis)
     return merged
+
+
+def check_strides(shape: Sequence[int], itemsize: int, dst_strides: Sequence[int], src_strides: Sequence[int]) -> None:
+    """Raise UsageError if a stride is negative or zero, or elements of the destination overlap one another."""
+    if itemsize == 0 or 0 in shape:
+        return
+    _check("source", _SOURCE_REMEDY, shape, src_strides)
+    _check("destination", _DESTINATION_REMEDY, shape, dst_strides)
+    reach = itemsize
+    for stride, length in sorted(zip(dst_strides, shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                raise UsageError(
+                    f"elements of the destination overlap: a dimension has stride {stride}, "
+                    f"those within it span {reach} bytes; {_DESTINATION_REMEDY}"
+                )
+            reach += (length - 1) * stride
 
 
 def _check(side: str, remedy: str, shape: Sequence[int], strides: Sequence[int]) -> None:
@@ -205,6 +251,23 @@ def _offsets(loops: tuple[Axis, ...], dst: int, src: int) -> Iterator[tuple[int,
     loop, *inner = loops
     for index in range(loop.length):
         yield from _offsets(tuple(inner), dst + index * loop.dst, src + index * loop.src)
+
+
+def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides of an array in C order."""
+    if len(shape) == 1:  # most are
+        return (itemsize,)
+    strides = []
+    for length in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= length
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Sequence[int], itemsize: int, strides: Sequence[int]) -> bool:
+    """Whether elements lie one behind the other in C order; so do none, and one."""
+    expected = c_strides(shape, itemsize)
+    return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
 
 
 def span(shape: Sequence[int], itemsize: int, strides: Sequence[int]) -> int:

@@ -186,6 +186,7 @@ def test_a_closed_stream_refuses(device: Any, stream: CudaStream) -> None:
         lambda: stream.enqueue_wait(word, 1),
         lambda: stream.enqueue_wake(0),
         lambda: stream.enqueue_copy(0, 0, 8),
+        lambda: stream.enqueue_copy_box(0, 0, 8, 1, 1, 8, 8, 8, 8),
         lambda: stream.enqueue_fill(0, b"\0", 8),
         stream.query,
     ]
@@ -255,6 +256,24 @@ int cuMemcpyAsync(uint64_t to, uint64_t from, size_t nbytes, void *stream)
     dprintf(1, "copy %#lx %#lx %zu %p\n", to, from, nbytes, stream);
     return failing("copy");
 }
+/* Words of the structs in cuda.h, of the source and of the destination: (x, y, z, level), type, host, address, array,
+   (reserved), pitch, (rows). */
+static int copy_words(const char *name, const size_t *w, int dimensions, void *stream)
+{
+    int type = dimensions == 3 ? 4 : 2, one_side = dimensions == 3 ? 11 : 7;
+    dprintf(1, "%s", name);
+    for (int side = 0; side < 2; side++, w += one_side) {
+        for (int i = 0; i < one_side; i++)
+            if (w[i] && (i < type || i == type + 1 || i == type + 3)) dprintf(1, " word %d is %zu", i, w[i]);
+        dprintf(1, " %d:%#zx", (int)w[type], w[type + 2]);
+        for (int i = type + 4; i < one_side; i++) dprintf(1, ",%zu", w[i]);
+    }
+    for (int i = 0; i < dimensions; i++) dprintf(1, " %zu", w[i]);
+    dprintf(1, " %p\n", stream);
+    return failing(name);
+}
+int cuMemcpy2DAsync_v2(const size_t *copy, void *stream) { return copy_words("2d", copy, 2, stream); }
+int cuMemcpy3DAsync_v2(const size_t *copy, void *stream) { return copy_words("3d", copy, 3, stream); }
 """
 COPYING = """
 from aiooffload._native import CudaStream, cuda_initialise
@@ -275,7 +294,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = (Path(__file__).resolve().parents[2] / "aiooffload/_native/cuda_stream.c").read_text(encoding="utf-8")
     symbols = re.findall(r'X\(\w+, "(cu\w+)"', source)
     others = [symbol for symbol in symbols if f"int {symbol}(" not in FAKE]
-    assert len(symbols) - len(others) == 3
+    assert len(symbols) - len(others) == 5
     text = "#include <string.h>\n" + FAKE + "".join(f"int {symbol}(void) {{ abort(); }}\n" for symbol in others)
     (folder / "fake.c").write_text(text, encoding="utf-8")
     command = [os.environ.get("CC") or "cc", "-shared", "-fPIC", "-o", "libcuda.so.1", "fake.c"]
@@ -294,6 +313,49 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_copies_run_in_the_context_of_their_stream(fake_driver: Path, failing: str, expected: list[str]) -> None:
     """A copy makes its stream's context current and leaves the thread as it was found, also when it fails."""
-    environment = os.environ | {"LD_LIBRARY_PATH": str(fake_driver), "FAIL": failing, "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run([sys.executable, "-c", COPYING], env=environment, capture_output=True, text=True, check=False)
-    assert (done.stdout.splitlines(), done.stderr) == (expected, "")
+    assert run_on(fake_driver, failing, COPYING) == expected
+
+
+def run_on(driver: Path, failing: str, program: str) -> list[str]:
+    """Return the lines that a program prints on the driver above, one entry point of which fails."""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(driver), "FAIL": failing, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+BOXES = """
+from aiooffload._native import CudaStream, cuda_initialise
+cuda_initialise(lambda name, status: ValueError(f"{name} {status}"))
+stream = CudaStream(0x10, 0x20)
+slices = 12, 3, 2, 16, 20, 64, 100
+for box in (12, 3, 1, 16, 20, 48, 60), slices, (0, *slices[1:]), (12, 3, 2, 0, *slices[4:]):
+    try:
+        stream.enqueue_copy_box(0x1000, 0x2000, *box)
+    except ValueError as error:
+        print(error)
+"""
+ROWS = "2d 4:0x2000,20 4:0x1000,16 12 3 0x10"
+ROWS_AS_SLICE = "3d 4:0x2000,0,20,0 4:0x1000,0,16,0 12 3 1 0x10"
+SLICES = "3d 4:0x2000,0,20,5 4:0x1000,0,16,4 12 3 2 0x10"
+REFUSED = "slices have rows, which are a pitch above 0 apart"
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ("", ["push 0x20", ROWS, "pop", "push 0x20", SLICES, "pop", REFUSED]),
+        ("2d", ["push 0x20", ROWS, ROWS_AS_SLICE, "pop", "push 0x20", SLICES, "pop", REFUSED]),
+        (
+            "3d",
+            ["push 0x20", ROWS, "pop", "push 0x20", SLICES, "pop", "cuMemcpy3DAsync 1", REFUSED],
+        ),
+        ("push", ["push 0x20", "cuMemcpy2DAsync 1", "push 0x20", "cuMemcpy3DAsync 1", REFUSED]),
+    ],
+    ids=["well", "rows refused", "slices refused", "context fails"],
+)
+def test_boxes_are_given_to_the_driver_as_it_lays_them_out(
+    fake_driver: Path, failing: str, expected: list[str]
+) -> None:
+    """Rows are a 2D copy, or a 3D one where that is refused; slices are counted in rows; no rows are no call."""
+    assert run_on(fake_driver, failing, BOXES) == expected

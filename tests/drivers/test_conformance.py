@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from aiooffload.drivers.api import MAX_QUEUED, Device
 from aiooffload.errors import OutOfMemoryError, UsageError
@@ -336,6 +337,74 @@ def test_copies_in_every_direction(rig: Rig, nbytes: int) -> None:
     for memory in (down, side):
         assert np.array_equal(memory.array[:nbytes], content)
         assert (memory.array[nbytes:] == 0xA5).all()
+
+
+# Width, height, depth; destination's and source's pitch; rows from one slice to the next of each.
+BOXES = [
+    (1, 5, 1, 7, 4, 5, 5),
+    (13, 9, 1, 13, 29, 9, 9),
+    (4, 1, 3, 4, 9, 1, 2),
+    (16, 4, 3, 40, 16, 4, 7),
+    (5, 3, 4, 11, 6, 9, 3),
+    (8, 3000, 1, 24, 8, 3000, 3000),
+    (4096, 17, 6, 4099, 5001, 20, 17),
+    (70_000, 9, 2, 70_001, 70_002, 9, 10),
+    (0, 3, 2, 8, 8, 3, 3),
+    (8, 0, 2, 8, 8, 3, 3),
+    (8, 3, 0, 8, 8, 3, 3),
+]
+
+
+@pytest.mark.parametrize("box", BOXES, ids=str)
+@pytest.mark.parametrize("direction", ["up", "across", "down", "on the host"])
+def test_boxes_in_every_direction(rig: Rig, box: tuple[int, ...], direction: str) -> None:
+    """Rows and slices of any pitch arrive, and no byte between them changes. Memory ends behind the last row."""
+    width, height, depth, dst_pitch, src_pitch, dst_rows, src_rows = box
+
+    def rows(pitch: int, slice_rows: int) -> NDArray[np.intp]:
+        starts = np.arange(depth)[:, None] * pitch * slice_rows + np.arange(height) * pitch
+        return (starts[..., None] + np.arange(width)).reshape(-1)
+
+    to, at = rows(dst_pitch, dst_rows), rows(src_pitch, src_rows)
+    sizes = [int(index.max(initial=-1)) + 1 for index in (to, at)]
+    content = np.random.default_rng(width).integers(0, 256, sizes[1], np.uint8)
+    expected = np.full(sizes[0], 0xA5, np.uint8)
+    expected[to] = content[at]
+    if direction in ("up", "on the host"):
+        up = rig.registered(sizes[1] + 1)
+        up.array[: sizes[1]] = content
+        source = up.device_address
+    else:
+        source = rig.bytes_on_device(content).address
+    if direction in ("down", "on the host"):
+        memory = rig.registered(sizes[0] + 1)
+        memory.array[:] = 0xA5
+        destination = memory.device_address
+    else:
+        destination = rig.bytes_on_device(np.full(sizes[0], 0xA5, np.uint8)).address
+    lane = rig.lane()
+    slices = (dst_pitch * dst_rows, src_pitch * src_rows)
+    lane.stream.enqueue_copy_box(destination, source, width, height, depth, dst_pitch, src_pitch, *slices)
+    rig.finish(lane)
+    assert np.array_equal(rig.read(destination, sizes[0]), expected)
+
+
+def test_box_keeps_its_place_in_the_stream(rig: Rig) -> None:
+    """A box is copied after the work before it and before the work after it."""
+    lane, block = rig.lane(), rig.bytes_on_device(np.arange(32, dtype=np.uint8))
+    latch = rig.hold(lane)
+    lane.stream.enqueue_fill(block.address, b"\x07", 8)
+    lane.stream.enqueue_copy_box(block.address + 16, block.address, 2, 4, 1, 4, 2, 16, 8)
+    lane.stream.enqueue_fill(block.address, b"\x09", 8)
+    latch.open()
+    rig.finish(lane)
+    expected = [*[9] * 8, *range(8, 16), 7, 7, 18, 19, 7, 7, 22, 23, 7, 7, 26, 27, 7, 7, 30, 31]
+    assert rig.read(block.address, 32).tolist() == expected
+
+
+def test_largest_pitch_is_one_that_copies_need(rig: Rig) -> None:
+    """A device takes rows 1 GiB apart at the least."""
+    assert rig.device.properties.max_pitch >= 2**30
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])

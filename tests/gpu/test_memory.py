@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,3 +172,87 @@ async def test_program_order_over_lanes(off: ao.Offload) -> None:
     assert not first.done()
     words.array[1] = 1
     assert ((await first)[0], (await second)[0]) == (102, 5)
+
+
+# Copies of any shape: what the host device cannot show.
+
+
+@contextmanager
+def primary_context() -> Iterator[Any]:
+    """Make the driver's entry points usable on this thread."""
+    from cuda.bindings import driver
+
+    status, context = driver.cuDevicePrimaryCtxRetain(0)
+    assert int(status) == 0
+    driver.cuCtxPushCurrent(context)
+    try:
+        yield driver
+    finally:
+        driver.cuCtxPopCurrent()
+        driver.cuDevicePrimaryCtxRelease(0)
+
+
+@pytest.mark.parametrize("kind", ["pitched", "managed"])
+async def test_memory_of_others(off: ao.Offload, kind: str) -> None:
+    """Rows of pitched and of managed memory are copied in each direction, and no byte between them."""
+    height, width = 33, 130
+    with primary_context() as driver:
+        if kind == "pitched":
+            status, address, pitch = driver.cuMemAllocPitch(width, height, 4)
+        else:
+            pitch = 200
+            flags = driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value
+            status, address = driver.cuMemAllocManaged(pitch * height, flags)
+    assert int(status) == 0
+    try:
+        nbytes = int(pitch) * height
+        whole = ao.Buffer.from_pointer(int(address), nbytes)
+        rows = ao.Buffer.from_pointer(int(address), nbytes, whole, shape=(height, width), strides=(int(pitch), 1))
+        data = np.random.default_rng(0).integers(0, 256, (height, 2 * width), np.uint8)
+        expected = np.full((height, int(pitch)), 0xA5, np.uint8)
+        expected[:, :width] = data[:, ::2]
+        pinned = await off.pinned((height, 2 * width), np.uint8)
+        other = await off.put(data)
+        pinned.array[:, :width] = data[:, ::2]
+        for source, extent in ((data[:, ::2], None), (other[:, ::2], None), (pinned, (height, width))):
+            off.fill(whole, 0xA5)
+            off.copy(rows, source, extent)
+            assert np.array_equal(await off.get(whole), expected.reshape(-1))
+            assert np.array_equal(await off.get(rows), data[:, ::2])
+        pinned.array[:] = 0
+        await off.copy(pinned, rows, (height, width))
+        assert np.array_equal(pinned.array[:, :width], data[:, ::2])
+        assert not pinned.array[:, width:].any()
+    finally:
+        await off.drain()
+        with primary_context() as driver:
+            assert int(driver.cuMemFree(address)[0]) == 0
+
+
+async def test_box_at_the_end_of_memory(off: ao.Offload) -> None:
+    """A box whose last row is the end of an allocation is one copy, although its last slice is not whole."""
+    shape = (64, 96, 2048)  # 48 MiB: an allocation of its own, whose end is the end of what is mapped
+    data = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
+    whole, pinned = await off.put(data), await off.pinned(shape, np.uint32)
+    part = (slice(1, None), slice(90, None), slice(2000, None))
+    small = off.zeros((63, 6, 48), np.uint32)
+    await off.copy(small, whole[part])
+    assert np.array_equal(await off.get(small), data[part])
+    await off.fill(whole[part], 7)
+    await off.copy(pinned, whole[part], (63, 6, 48))
+    assert (pinned.array[:63, :6, :48] == 7).all()
+    data[part] = 7
+    assert np.array_equal(await off.get(whole), data)
+
+
+async def test_rows_as_far_apart_as_they_may_be(off: ao.Offload) -> None:
+    """Rows beyond the largest pitch are copied all the same, one by one."""
+    if (pitch := off.properties.max_pitch) * 4 > off.properties.total_bytes:
+        pytest.skip("the device is too small for rows so far apart")
+    whole = off.empty(2 * pitch + 1024, np.uint8)
+    for distance in (pitch, pitch + 1):
+        rows = ao.Buffer.from_pointer(whole.address, whole.nbytes, whole, shape=(3, 16), strides=(distance, 1))
+        data = np.random.default_rng(distance).integers(0, 256, (3, 16), np.uint8)
+        off.copy(rows, data)
+        assert np.array_equal(await off.get(rows), data)
+        assert np.array_equal(await off.get(whole[distance : distance + 16]), data[1])

@@ -13,7 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiooffload.errors import UsageError
-from aiooffload.rules.copyplan import MAX_PITCH, Axis, Plan, Step, check_extent, overlaps, plan, span
+from aiooffload.rules.copyplan import (
+    MAX_PITCH,
+    Axis,
+    Plan,
+    Step,
+    c_strides,
+    check_extent,
+    is_contiguous,
+    overlaps,
+    parts,
+    plan,
+    span,
+)
 
 ITEMSIZES = (1, 2, 4, 8, 16)
 SMALL_PITCH = 64
@@ -215,27 +227,47 @@ def merges(axes: frozenset[Axis]) -> Iterator[frozenset[Axis]]:
             yield from merges(axes - {inner, outer} | {inner._replace(length=inner.length * outer.length)})
 
 
-def fewest(dst: np.ndarray, src: np.ndarray) -> int:
-    """Try every width, every choice of rows and slices, and every way to merge."""
+def axes_of(dst: np.ndarray, src: np.ndarray) -> frozenset[Axis]:
+    """The item and every dimension of more than one element."""
     axes = map(Axis, (dst.itemsize, *dst.shape), (1, *dst.strides), (1, *src.strides))
-    best = dst.nbytes
-    for merged in merges(frozenset(axis for axis in axes if axis.length > 1)):
-        # A byte at the least; a plan need not have rows or slices.
-        for run in (Axis(1, 1, 1), *(axis for axis in merged if axis[1:] == (1, 1))):
-            for rows, slices in itertools.product((None, *merged - {run}), repeat=2):
-                height, dst_pitch, src_pitch = rows or Axis(1, run.length, run.length)
-                depth, dst_slice, src_slice = slices or Axis(1, dst_pitch * height, src_pitch * height)
-                step = Step(0, 0, run.length, height, depth, dst_pitch, src_pitch, dst_slice, src_slice)
-                if (rows is None or rows != slices) and legal(step, MAX_PITCH):
-                    best = min(best, dst.nbytes // (step.width * height * depth))
+    return frozenset(axis for axis in axes if axis.length > 1)
+
+
+def fewest(nbytes: int, axes: frozenset[Axis]) -> int:
+    """Try every width and every choice of rows and slices."""
+    best = nbytes
+    # A byte at the least; a plan need not have rows or slices.
+    for run in (Axis(1, 1, 1), *(axis for axis in axes if axis[1:] == (1, 1))):
+        for rows, slices in itertools.product((None, *axes - {run}), repeat=2):
+            height, dst_pitch, src_pitch = rows or Axis(1, run.length, run.length)
+            depth, dst_slice, src_slice = slices or Axis(1, dst_pitch * height, src_pitch * height)
+            step = Step(0, 0, run.length, height, depth, dst_pitch, src_pitch, dst_slice, src_slice)
+            if (rows is None or rows != slices) and legal(step, MAX_PITCH):
+                best = min(best, nbytes // (step.width * height * depth))
     return best
 
 
 @given(copies(shortest=1))
-def test_no_other_choice_of_whole_dimensions_is_fewer(sides: tuple[Side, Side]) -> None:
-    """Trying everything finds the same number of steps, with dimensions merged or not."""
+def test_one_call_is_found_where_there_is_one(sides: tuple[Side, Side]) -> None:
+    """A copy that one call can do, with dimensions merged in whatever way, is planned as one call."""
     dst, src = sides[0].view, sides[1].view
-    assert len(planned(dst, src)) == fewest(dst, src)
+    possible = any(fewest(dst.nbytes, merged) == 1 for merged in merges(axes_of(dst, src)))
+    assert (len(planned(dst, src)) == 1) == possible
+
+
+@given(copies(shortest=1))
+def test_no_other_choice_of_merged_dimensions_is_fewer(sides: tuple[Side, Side]) -> None:
+    """With all merged that can be, trying every choice finds the same number of steps."""
+    dst, src = sides[0].view, sides[1].view
+    assert len(planned(dst, src)) == fewest(dst.nbytes, min(merges(axes_of(dst, src)), key=len))
+
+
+def test_dimensions_left_apart_may_be_fewer() -> None:
+    """What the plan does not promise: every second slice of four is a multiple of the pitch on both sides."""
+    dst = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), (2, 2, 3, 2), (18, 9, 3, 1))
+    src = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), (2, 2, 3, 2), (14, 7, 2, 1))
+    assert len(planned(dst, src)) == 3
+    assert min(fewest(dst.nbytes, merged) for merged in merges(axes_of(dst, src))) == 2
 
 
 @pytest.mark.parametrize(
@@ -327,6 +359,29 @@ def test_merging_changes_nothing(data: st.DataObject, max_pitch: int) -> None:
     assert plan(divided, itemsize, dst_strides, src_strides, max_pitch=max_pitch) == planned(dst, src, max_pitch)
 
 
+# Parts.
+
+
+@given(st.lists(st.integers(0, 6), max_size=4), st.sampled_from([1, 3, 8]), st.integers(1, 200))
+def test_parts_are_the_array_in_order(shape: list[int], itemsize: int, most: int) -> None:
+    """One behind the other the parts are all elements in C order, each part contiguous and not too large."""
+    array = np.arange(math.prod(shape)).reshape(shape)
+    found = [array[part] for part in parts(shape, itemsize, most)]
+    assert np.array_equal(
+        np.concatenate([part.reshape(-1) for part in found] or [array.reshape(-1)]), array.reshape(-1)
+    )
+    assert all(0 < part.size * itemsize <= max(most, itemsize) for part in found)
+    assert all(part.flags.c_contiguous for part in found)
+
+
+def test_parts_are_no_smaller_than_they_have_to_be() -> None:
+    """As many inner dimensions are whole as fit, and as many of the next one as fit beside each other."""
+    assert len(list(parts((100, 10, 4), 4, 3 * 160))) == 34
+    assert list(parts((5, 3), 1, 15)) == [(slice(0, 5), slice(0, 3))]
+    assert [part[0] for part in parts((5, 3), 1, 7)] == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(parts((), 8, 1)) == [()]
+
+
 # What is refused.
 
 
@@ -378,6 +433,17 @@ def test_shape_and_strides_are_of_the_same_length() -> None:
 
 
 # Where an array lies.
+
+
+@given(copies())
+def test_contiguous_is_what_numpy_calls_so(sides: tuple[Side, Side]) -> None:
+    """C order and its strides are NumPy's, for arrays of no and of one element as well."""
+    view = sides[0].view
+    whole = np.empty(view.shape, view.dtype)
+    for one in (view, whole):
+        assert is_contiguous(one.shape, one.itemsize, one.strides) == one.flags.c_contiguous
+    if whole.size:
+        assert c_strides(whole.shape, whole.itemsize) == whole.strides
 
 
 @given(copies())

@@ -89,6 +89,7 @@ def test_tables_are_printed(tmp_path: Path) -> None:
     [
         (["completion", "--device", "abacus", "--smoke"], "abacus"),
         (["completion", "--smoke", "--quick"], "not allowed with"),
+        (["copies", "--device", "abacus", "--smoke"], "abacus"),
         (["nonsense"], "invalid choice"),
     ],
 )
@@ -250,6 +251,9 @@ with Watch(lambda: print("last words")).step("a step", 0.2):
     assert "a step hangs" in done.stderr
 
 
+# -- graph ---------------------------------------------------------------------------------
+
+
 def test_graph(tmp_path: Path) -> None:
     """``graph`` measures every way with every duration, and the await beside a flood."""
     done = bench("graph", "--device", "host", "--smoke", "--json", "figures.json", cwd=tmp_path)
@@ -265,3 +269,42 @@ def test_graph(tmp_path: Path) -> None:
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in figures["flood"])
     assert "longest path" in done.stdout
     assert "bar <= 1.2" in done.stdout
+
+
+# -- copies --------------------------------------------------------------------------------
+
+DIRECTIONS = ["device to device", "pinned to device", "device to pinned", "pageable to device", "device to pageable"]
+
+
+def test_copies_are_measured_in_each_direction(tmp_path: Path) -> None:
+    """Each direction has the rates of all ways, and what they are in percent of the contiguous copy's."""
+    done = bench("copies", "--device", "host", "--smoke", "--json", "figures.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["direction"] for row in figures["rows"]] == DIRECTIONS
+    for row in figures["rows"]:
+        assert set(row) == {
+            "direction", "contiguous_gb_s", "strided_gb_s", "rows_gb_s", "percent", "rows_percent"
+        }  # fmt: skip
+        assert all(value > 0 for key, value in row.items() if key != "direction")
+        assert row["percent"] == pytest.approx(100 * row["strided_gb_s"] / row["contiguous_gb_s"], rel=0.02)
+    assert (figures["device"], figures["size"], figures["bars"]) == ("host", 256, [])
+    assert "Half of the columns of 256 x 256" in done.stdout
+    assert "The bars are for GPUs." in done.stdout
+
+
+def test_figures_of_copies_go_alone_to_standard_output() -> None:
+    """With ``--json -`` the table is on standard error."""
+    done = bench("copies", "--device", "host", "--smoke", "--json", "-")
+    assert [row["direction"] for row in json.loads(done.stdout)["rows"]] == DIRECTIONS
+    assert "strided" in done.stderr
+
+
+@pytest.mark.usefixtures("parts")
+def test_bar_of_copies() -> None:
+    """Four fifths of the contiguous rate are enough, less is not."""
+    from benchmarks import copies, copies_report
+
+    rows = [{"direction": "up", "percent": 80.0}, {"direction": "down", "percent": 79.9}]
+    met = [row["met"] for row in copies_report.bars(rows, copies.LEAST_PERCENT)]
+    assert met == ["yes", "NO"]

@@ -50,6 +50,13 @@ async def memory(off: ao.Offload, n: int) -> None:
     result: NDArray[Any] = await off.get(half)
     await off.get(buffer, out=result)
     half.close()
+    matrix = buffer.reshape(2, n // 2)
+    assert_type(matrix[:, ::2], ao.Buffer)
+    assert_type(matrix[..., 0].strides, tuple[int, ...])
+    off.copy(matrix[1, 1:], result[::2], extent=3)
+    off.copy(matrix, result.reshape(2, -1), (1, 3))
+    foreign = ao.Buffer.from_pointer(0x1000, 64, result, shape=(4, 4), dtype=np.float32, strides=(16, 4))
+    print(foreign.c_contiguous)
     pinned = await off.pinned((n,), np.float32)
     pinned.array[:] = 0
     print(buffer.shape, buffer.dtype)

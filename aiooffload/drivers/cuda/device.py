@@ -309,9 +309,12 @@ def _core_kernel(index: int, name: str, image: bytes) -> CoreKernel:
 
 def _describe(index: int, device: CoreDevice) -> DeviceProperties:
     limits: Any = device.properties
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    attributes = driver.CUdevice_attribute
     ordinal = unwrap("cuDeviceGet", driver.cuDeviceGet(index))
-    memops = unwrap("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, ordinal))
+
+    def attribute(which: Any) -> int:
+        return int(unwrap("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(which, ordinal)))
+
     capability = device.compute_capability
     return DeviceProperties(
         driver="cuda",
@@ -324,7 +327,8 @@ def _describe(index: int, device: CoreDevice) -> DeviceProperties:
         total_bytes=int(unwrap("cuDeviceTotalMem", driver.cuDeviceTotalMem(ordinal))),
         multiprocessors=limits.multiprocessor_count,
         compute_capability=(capability.major, capability.minor),
-        memory_operations=bool(memops),
+        max_pitch=attribute(attributes.CU_DEVICE_ATTRIBUTE_MAX_PITCH),
+        memory_operations=bool(attribute(attributes.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)),
         spins=True,
         process_wide_faults=True,
         unique_id=device.uuid if device.uuid.startswith("GPU-") else f"GPU-{device.uuid}",

@@ -17,6 +17,7 @@ class AdoptedStream:
         "_slot",
         "_stream",
         "enqueue_copy",
+        "enqueue_copy_box",
         "enqueue_fill",
         "enqueue_record",
         "enqueue_wait",
@@ -31,6 +32,7 @@ class AdoptedStream:
         self._slot: Word | None = None
         self._bell: Word | None = None
         self.enqueue_copy = stream.enqueue_copy
+        self.enqueue_copy_box = stream.enqueue_copy_box
         self.enqueue_fill = stream.enqueue_fill
         self.enqueue_record = stream.enqueue_record
         self.enqueue_wait = stream.enqueue_wait

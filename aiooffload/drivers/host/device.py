@@ -57,6 +57,7 @@ def _properties(memory_operations: bool, memory_limit: int | None) -> DeviceProp
         total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if memory_limit is None else memory_limit,
         multiprocessors=os.cpu_count() or 1,
         compute_capability=(0, 0),
+        max_pitch=2**31 - 1,
         memory_operations=memory_operations,
         spins=False,
         process_wide_faults=False,

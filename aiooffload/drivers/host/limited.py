@@ -17,12 +17,13 @@ def _refuse(operation: str) -> NoReturn:
 class LimitedStream:
     """Everything of a HostStream but waiting for words and writing them."""
 
-    __slots__ = ("_stream", "close", "enqueue_copy", "enqueue_fill", "enqueue_wake", "query")
+    __slots__ = ("_stream", "close", "enqueue_copy", "enqueue_copy_box", "enqueue_fill", "enqueue_wake", "query")
 
     def __init__(self, stream: HostStream) -> None:
         self._stream: Final = stream
         self.close = stream.close
         self.enqueue_copy = stream.enqueue_copy
+        self.enqueue_copy_box = stream.enqueue_copy_box
         self.enqueue_fill = stream.enqueue_fill
         self.enqueue_wake = stream.enqueue_wake
         self.query = stream.query

@@ -67,6 +67,11 @@ def everything(rig: Rig) -> list[tuple[str, Callable[[], Any]]]:
         ("event", lambda: device.create_event().close()),
         ("launch", lambda: rig.launch(lane, STORE, word, 1)),
         ("copy", lambda: lane.stream.enqueue_copy(block.address, staging.device_address, 4096)),
+        ("rows", lambda: lane.stream.enqueue_copy_box(block.address, staging.device_address, 8, 9, 1, 24, 16, 0, 0)),
+        (
+            "slices",
+            lambda: lane.stream.enqueue_copy_box(block.address, staging.device_address, 8, 9, 2, 24, 8, 480, 80),
+        ),
         ("fill", lambda: lane.stream.enqueue_fill(block.address, b"\x01\x02\x03\x04\x05\x06\x07\x08", 512)),
         ("write", lambda: lane.stream.enqueue_write(word, 3)),
         ("wait", lambda: lane.stream.enqueue_wait(word, 3)),

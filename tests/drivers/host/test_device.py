@@ -255,11 +255,12 @@ def test_kernels_that_are_not_python_functions_share_the_interpreter(rig: Rig) -
 def test_work_without_kernels_needs_no_interpreter(rig: Rig) -> None:
     """Waits, copies, fills, writes, events and wakes go on while another thread keeps the interpreter."""
     first, second, gate, word = rig.lane(), rig.lane(), rig.word(), rig.word()
-    source, target, event = rig.block(1 << 20), rig.block(1 << 20), rig.event()
+    source, target, box, event = rig.block(1 << 20), rig.block(1 << 20), rig.block(1 << 19), rig.event()
     descriptor = os.eventfd(0)
     first.stream.enqueue_wait(gate, 1)
     first.stream.enqueue_fill(source.address, b"\x11", 1 << 20)
     first.stream.enqueue_copy(target.address, source.address, 1 << 20)
+    first.stream.enqueue_copy_box(box.address, target.address, 1 << 10, 16, 32, 1 << 10, 1 << 11, 1 << 14, 1 << 15)
     first.stream.enqueue_write(word, 1)
     first.stream.enqueue_record(event)
     rig.mark(first)
@@ -274,6 +275,8 @@ def test_work_without_kernels_needs_no_interpreter(rig: Rig) -> None:
     assert ready
     assert target.host_array is not None
     assert (target.host_array == 0x11).all()
+    assert box.host_array is not None
+    assert (box.host_array == 0x11).all()
 
 
 def test_overlapping_copy(rig: Rig) -> None:
@@ -523,9 +526,10 @@ def test_streams_without_memory_operations_refuse_words(rig: Rig) -> None:
     stream.enqueue_wait_event(event)
     stream.enqueue_copy(word.device_address + 4, word.device_address, 1)
     stream.enqueue_fill(word.device_address + 1, b"\x01", 1)
+    stream.enqueue_copy_box(word.device_address + 5, word.device_address, 1, 2, 1, 2, 1, 4, 2)
     stream.enqueue_record(event)
     until(event.query, "the event is done")
-    assert word.load() == 0x400000104
+    assert word.load() == 0x0100040400000104
     assert stream.handle > 0
     until(stream.query, "the stream gets idle")
     device.unregister(memory)
@@ -595,6 +599,7 @@ def test_closed_stream_refuses_work(rig: Rig) -> None:
         lambda: stream.enqueue_wait(word, 1),
         lambda: stream.enqueue_wake(0),
         lambda: stream.enqueue_copy(0, 0, 0),
+        lambda: stream.enqueue_copy_box(0, 0, 0, 0, 0, 0, 0, 0, 0),
         lambda: stream.enqueue_fill(0, b"\0", 0),
         lambda: stream.enqueue_record(event),
         lambda: stream.enqueue_wait_event(recorded),
@@ -659,6 +664,9 @@ def test_wrong_arguments_are_refused(rig: Rig) -> None:
         (TypeError, lambda: stream.enqueue_wait(word)),
         (ValueError, lambda: stream.enqueue_wake(-1)),
         (OverflowError, lambda: stream.enqueue_copy(0, 0, -1)),
+        (OverflowError, lambda: stream.enqueue_copy_box(0, 0, 1, 1, 1, 1, 1, 1, -1)),
+        (TypeError, lambda: stream.enqueue_copy_box(0, 0, 1, 1, 1, 1, 1, 1)),
+        (TypeError, lambda: stream.enqueue_copy_box(0, 0, 1, 1.5, 1, 1, 1, 1, 1)),
         (TypeError, lambda: stream.enqueue_fill(0, bytearray(4), 1)),
         (ValueError, lambda: stream.enqueue_fill(0, b"123", 1)),
         (ValueError, lambda: stream.enqueue_fill(0, b"", 1)),
@@ -793,6 +801,7 @@ EXITS = {
         big = device.allocate(64 << 20)
         for _ in range(200):
             first.enqueue_copy(big.address, big.address + (32 << 20), 32 << 20)
+            first.enqueue_copy_box(big.address, big.address + 4, 4, 4 << 20, 2, 8, 8, 32 << 20, 32 << 20)
             second.enqueue_fill(big.address, b"abcd", 16 << 20)
     """,
     "marks in full flow": """
