@@ -10,21 +10,15 @@ import weakref
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-import numpy as np
-
-from aiooffload.buffer import Allocation, Buffer, PinnedArray
-from aiooffload.engine.copies import PIECE_NBYTES, Place
+from aiooffload.buffer import Buffer, PinnedArray
 from aiooffload.engine.engine import Engine
 from aiooffload.engine.host_functions import HostFunction, OnError, check_outside
 from aiooffload.engine.submission import After, Terms
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
-from aiooffload.rules.copyplan import c_strides, check_strides, overlaps, span
-from aiooffload.scalars import scalar
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -685,7 +679,7 @@ class Offload:
         wait on the host.
         """
         buffer = self.empty(shape, dtype)
-        self._fill(buffer, b"\0", (), None)
+        self._open_engine().transfers.clear(buffer, Terms())
         return buffer
 
     async def pinned(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> PinnedArray:
@@ -701,7 +695,13 @@ class Offload:
     # -- copying ---------------------------------------------------------------------------
 
     def put(
-        self, array: ArrayLike | PinnedArray, *, after: Iterable[After] = (), lane: Lane | None = None
+        self,
+        array: ArrayLike | PinnedArray,
+        *,
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+        priority: int = 0,
+        instant: bool = False,
     ) -> Operation[Buffer]:
         """Allocate a Buffer and copy ``array`` into it; awaits to the Buffer.
 
@@ -710,7 +710,7 @@ class Offload:
         array
             Anything NumPy makes an array of, views with strides above 0 included, or a PinnedArray. Do
             not change it before the operation is done.
-        after, lane
+        after, lane, priority, instant
             As for :meth:`launch`.
 
         Raises
@@ -724,11 +724,7 @@ class Offload:
         -----
         The Buffer is C-contiguous, whatever the array is.
         """
-        source = array if isinstance(array, PinnedArray) else np.asarray(array)
-        host = source.array if isinstance(source, PinnedArray) else source
-        target = self.empty(host.shape, host.dtype)
-        operation: Operation[Buffer] = self._to_device("put", target, source, None, target, Terms(after, lane))
-        return operation
+        return self._open_engine().transfers.put(array, Terms(after, lane, instant, None, priority))
 
     def get(
         self,
@@ -737,6 +733,8 @@ class Offload:
         out: NDArray[Any] | PinnedArray | None = None,
         after: Iterable[After] = (),
         lane: Lane | None = None,
+        priority: int = 0,
+        instant: bool = False,
     ) -> Operation[NDArray[Any]]:
         """Copy ``buffer`` to the host; awaits to the array.
 
@@ -747,7 +745,7 @@ class Offload:
         out
             Where to, of the same shape and dtype, with any strides above 0; by default a new array. Its
             content is undefined until the operation is done.
-        after, lane
+        after, lane, priority, instant
             As for :meth:`launch`.
 
         Raises
@@ -759,17 +757,7 @@ class Offload:
         WouldBlock
             ``max_pending`` operations wait on the host.
         """
-        self._check_buffers(buffer)
-        target = np.empty(buffer.shape, buffer.dtype) if out is None else out
-        array = target.array if isinstance(target, PinnedArray) else target
-        if not isinstance(array, np.ndarray):
-            raise UsageError(f"out is a NumPy array or a PinnedArray, not {type(array).__name__}")
-        if array.shape != buffer.shape or array.dtype != buffer.dtype:
-            raise UsageError(
-                f"out has shape {array.shape} and dtype {array.dtype}, the buffer {buffer.shape} and {buffer.dtype}"
-            )
-        operation: Operation[NDArray[Any]] = self._to_host("get", target, buffer, None, array, Terms(after, lane))
-        return operation
+        return self._open_engine().transfers.get(buffer, out, Terms(after, lane, instant, None, priority))
 
     def copy(
         self,
@@ -779,6 +767,8 @@ class Offload:
         *,
         after: Iterable[After] = (),
         lane: Lane | None = None,
+        priority: int = 0,
+        instant: bool = False,
     ) -> Operation[None]:
         """Copy ``src`` to ``dst``, at least one of them a Buffer; awaits to None.
 
@@ -791,7 +781,7 @@ class Offload:
         extent
             Elements to copy in each dimension, from the first one of each side, which then need not be of the
             same shape. For another place slice: ``off.copy(a[2:, 4:], b, (8, 8))``.
-        after, lane
+        after, lane, priority, instant
             As for :meth:`launch`.
 
         Raises
@@ -812,20 +802,17 @@ class Offload:
         *Thread.* Above 256 KiB, pageable memory is copied by a worker thread, piece by piece.
         *Source.* CUDA Driver API, "Memory Management": cuMemcpy2DAsync, cuMemcpy3DAsync.
         """
-        terms = Terms(after, lane)
-        if isinstance(dst, Buffer) and isinstance(src, Buffer):
-            return self._on_device(dst, src, extent, terms)
-        if isinstance(dst, Buffer):
-            assert not isinstance(src, Buffer)
-            operation: Operation[None] = self._to_device("copy", dst, src, extent, None, terms)
-            return operation
-        if isinstance(src, Buffer):
-            back: Operation[None] = self._to_host("copy", dst, src, extent, None, terms)
-            return back
-        raise UsageError("copy takes a Buffer as source, destination or both")
+        return self._open_engine().transfers.copy(dst, src, extent, Terms(after, lane, instant, None, priority))
 
     def fill(
-        self, buffer: Buffer, value: object, *, after: Iterable[After] = (), lane: Lane | None = None
+        self,
+        buffer: Buffer,
+        value: object,
+        *,
+        after: Iterable[After] = (),
+        lane: Lane | None = None,
+        priority: int = 0,
+        instant: bool = False,
     ) -> Operation[None]:
         """Set every element of ``buffer`` to ``value``; awaits to None.
 
@@ -835,7 +822,7 @@ class Offload:
             What to fill. One that is not contiguous is filled from a block of up to 2 MiB of device memory.
         value
             A Python number or NumPy scalar that its dtype can hold.
-        after, lane
+        after, lane, priority, instant
             As for :meth:`launch`.
 
         Raises
@@ -848,98 +835,7 @@ class Offload:
         WouldBlock
             ``max_pending`` operations wait on the host.
         """
-        self._check_buffers(buffer)
-        pattern = scalar(value, buffer.dtype, "the value").tobytes()
-        if not any(pattern):
-            pattern = b"\0"
-        elif len(pattern) not in (1, 2, 4, 8, 16):
-            raise UsageError(f"a dtype of {len(pattern)} bytes can be filled with zeros only")
-        return self._fill(buffer, pattern, after, lane)
-
-    def _fill(self, buffer: Buffer, pattern: bytes, after: Iterable[After], lane: Lane | None) -> Operation[None]:
-        engine = self._open_engine()
-        operation: Operation[None] = Operation(engine.loop, engine, "fill")
-        if buffer.c_contiguous:
-            engine.copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
-        else:
-            itemsize = buffer.dtype.itemsize
-            nbytes = min(buffer.nbytes, max(PIECE_NBYTES // itemsize, 1) * itemsize)
-            check_strides(buffer.shape, itemsize, buffer.strides, c_strides(buffer.shape, itemsize))
-            engine.copies.fill_strided(operation, buffer, pattern, engine.memory.empty(nbytes, np.uint8))
-        engine.submission.submit(operation, [(buffer.allocation, True)], Terms(after, lane))
-        return operation
-
-    def _to_device(
-        self,
-        name: str,
-        dst: Buffer,
-        src: NDArray[Any] | PinnedArray,
-        extent: int | Sequence[int] | None,
-        result: object,
-        terms: Terms,
-    ) -> Operation[Any]:
-        engine = self._check_buffers(dst)
-        operation: Operation[Any] = Operation(engine.loop, engine, name)
-        host = _host_array(src, writes=False)
-        layout = _match(dst, host, extent)
-        target = Place(dst.address, layout.dst_strides)
-        uses: list[tuple[Allocation | PinnedArray, bool]] = [(dst.allocation, True)]
-        if isinstance(src, PinnedArray):
-            uses.append((src, False))
-            source = Place(src.open_lease().block.device_address, layout.src_strides)
-            engine.copies.direct(operation, layout.shape, layout.itemsize, target, source, result)
-        else:
-            engine.copies.host_to_device(operation, target, layout.of(host), result)
-        engine.submission.submit(operation, uses, terms, keep=src)
-        return operation
-
-    def _to_host(
-        self,
-        name: str,
-        dst: NDArray[Any] | PinnedArray,
-        src: Buffer,
-        extent: int | Sequence[int] | None,
-        result: object,
-        terms: Terms,
-    ) -> Operation[Any]:
-        engine = self._check_buffers(src)
-        operation: Operation[Any] = Operation(engine.loop, engine, name)
-        host = _host_array(dst, writes=True)
-        layout = _match(host, src, extent)
-        source = Place(src.address, layout.src_strides)
-        uses: list[tuple[Allocation | PinnedArray, bool]] = [(src.allocation, False)]
-        if isinstance(dst, PinnedArray):
-            uses.append((dst, True))
-            target = Place(dst.open_lease().block.device_address, layout.dst_strides)
-            engine.copies.direct(operation, layout.shape, layout.itemsize, target, source, result)
-        else:
-            engine.copies.device_to_host(operation, layout.of(host), source, result)
-        engine.submission.submit(operation, uses, terms, keep=dst)
-        return operation
-
-    def _on_device(self, dst: Buffer, src: Buffer, extent: int | Sequence[int] | None, terms: Terms) -> Operation[None]:
-        engine = self._check_buffers(dst, src)
-        shape, itemsize, dst_strides, src_strides, flat = _match(dst, src, extent)
-        target, source = Place(dst.address, dst_strides), Place(src.address, src_strides)
-        spans = (shape[0], shape[0]) if flat else (span(shape, itemsize, s) for s in (dst_strides, src_strides))
-        dst_span, src_span = spans
-        # By address: two allocations that were made from pointers may be the same memory.
-        if overlaps(target.address, dst_span, source.address, src_span):
-            raise UsageError("source and destination overlap")
-        operation: Operation[None] = Operation(engine.loop, engine, "copy")
-        engine.copies.direct(operation, shape, itemsize, target, source)
-        engine.submission.submit(operation, [(dst.allocation, True), (src.allocation, False)], terms)
-        return operation
-
-    def _check_buffers(self, *buffers: Buffer) -> Engine:
-        engine = self._open_engine()
-        for buffer in buffers:
-            if not isinstance(buffer, Buffer):
-                raise UsageError(f"expected a Buffer, not {type(buffer).__name__}")
-            buffer.check_open()
-            if not buffer.allocation.belongs_to(engine):
-                raise UsageError("the buffer belongs to another Offload")
-        return engine
+        return self._open_engine().transfers.fill(buffer, value, Terms(after, lane, instant, None, priority))
 
     # -- the whole -------------------------------------------------------------------------
 
@@ -992,71 +888,6 @@ class Offload:
 
     def __repr__(self) -> str:
         return f"<aiooffload.Offload {self._device}{', ' + self._state if self._state else ''}>"
-
-
-class _Layout(NamedTuple):
-    """What is copied, as both sides have it."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-    dst_strides: tuple[int, ...]
-    src_strides: tuple[int, ...]
-    flat: bool = False
-    """Both are contiguous: their bytes, whatever their shapes and dtypes are."""
-
-    def of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return the elements of ``array`` that are copied."""
-        if not self.flat:
-            return array[tuple(map(slice, self.shape))]
-        return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
-
-
-def _match(dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any], extent: int | Sequence[int] | None) -> _Layout:
-    """Return what is copied from ``src`` to ``dst``; raises UsageError if that is not clear or not possible."""
-    shape = dst.shape
-    if extent is not None:
-        shape = _checked_extent(extent, dst.shape, src.shape)
-    elif _is_contiguous(dst) and _is_contiguous(src):
-        if dst.nbytes != src.nbytes:
-            raise UsageError(f"the source has {src.nbytes} bytes, the destination {dst.nbytes}")
-        return _Layout((dst.nbytes,), 1, (1,), (1,), True)
-    elif dst.shape != src.shape:
-        raise UsageError(f"the source has shape {src.shape}, the destination {dst.shape}: slice them or give an extent")
-    if dst.dtype.itemsize != src.dtype.itemsize:
-        raise UsageError(f"the source has dtype {src.dtype}, the destination {dst.dtype}, of another item size")
-    layout = _Layout(shape, dst.dtype.itemsize, dst.strides, src.strides)
-    check_strides(*layout[:4])
-    return layout
-
-
-def _checked_extent(extent: int | Sequence[int], *shapes: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(map(index, extent if isinstance(extent, Sequence) else (extent,)))
-    except TypeError:
-        raise UsageError(f"extent has an integer per dimension, not {extent!r}") from None
-    for shape in shapes:
-        if len(shape) != len(sizes):
-            raise UsageError(f"extent {sizes} has {len(sizes)} dimensions, an array of shape {shape} has {len(shape)}")
-        if any(not 0 <= size <= length for size, length in zip(sizes, shape, strict=True)):
-            raise UsageError(f"extent {sizes} leaves an array of shape {shape}")
-    return sizes
-
-
-def _is_contiguous(array: Buffer | NDArray[Any]) -> bool:
-    return array.c_contiguous if isinstance(array, Buffer) else array.flags.c_contiguous
-
-
-def _host_array(array: NDArray[Any] | PinnedArray, *, writes: bool) -> NDArray[Any]:
-    """Return host memory as a plain array; raises UsageError, ClosedError."""
-    if isinstance(array, PinnedArray):
-        array = array.array
-    if not isinstance(array, np.ndarray):
-        raise UsageError(f"expected a NumPy array or a PinnedArray, not {type(array).__name__}")
-    if array.dtype.hasobject:
-        raise UsageError(f"dtype {array.dtype} holds Python objects, which a device cannot")
-    if writes and not array.flags.writeable:
-        raise UsageError("the host array is read-only")
-    return array if type(array) is np.ndarray else array.view(np.ndarray)
 
 
 def _after_fork_in_child() -> None:

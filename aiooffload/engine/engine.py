@@ -41,6 +41,7 @@ from aiooffload.engine.scratch import SHARE, ScratchCache
 from aiooffload.engine.selftest import selftest
 from aiooffload.engine.submission import Submission
 from aiooffload.engine.threads import DaemonExecutor
+from aiooffload.engine.transfers import Transfers
 from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, UsageError
 from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
@@ -300,6 +301,7 @@ class Engine:
         self.copies = Copies(
             self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self, max_pitch
         )
+        self.transfers = Transfers(self.loop, self.memory, self.copies, self.submission.submit, self, self.check_open)
         if not self.device.properties.memory_operations:
             self._fall_back("its streams cannot write or wait for words")
             async with barrier.alone():  # what was going on when this engine joined did not pause it
