@@ -16,10 +16,9 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from aiooffload._native import History
 from aiooffload.drivers.api import Block, RegisteredMemory
 from aiooffload.errors import ClosedError, UsageError
-from aiooffload.operation import Operation
-from aiooffload.rules.ordering import History
 
 __all__ = ["Allocation", "Buffer", "Lease", "PinnedArray"]
 
@@ -50,7 +49,7 @@ class Allocation:
         self.address: Final = lease.block.address
         self.nbytes: Final = lease.block.nbytes
         self.host_array: NDArray[np.uint8] | None = lease.block.host_array
-        self.history: Final[History[Operation[Any]]] = History()
+        self.history: Final = History()
         # The engine it belongs to: memory of another device or Offload is refused.
         self.owner: Final = owner
 
@@ -239,7 +238,7 @@ class PinnedArray:
     def __init__(self, lease: Lease[RegisteredMemory], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         # None once closed. Operations in flight have their own reference.
         self.lease: Lease[RegisteredMemory] | None = lease
-        self.history: Final[History[Operation[Any]]] = History()
+        self.history: Final = History()
         whole = np.asarray(_Exporter(lease, lease.block.nbytes))
         self._array: NDArray[Any] | None = whole[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 

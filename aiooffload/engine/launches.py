@@ -26,7 +26,7 @@ _MAX_SITES: Final = 4096
 class Site:
     """A kernel in one geometry on one device: what a launch of it needs, looked up once."""
 
-    __slots__ = ("_function", "_kernel", "formats", "plan")
+    __slots__ = ("_function", "_kernel", "formats", "native", "plan")
 
     def __init__(self, kernel: Kernel, function: Function, plan: LaunchPlan) -> None:
         self._kernel = kernel
@@ -34,6 +34,11 @@ class Site:
         self.plan: Final = plan
         # Only a driver that knows sizes takes packed parameters; None: every launch goes the long way.
         self.formats: Final = kernel.signature.formats if function.parameter_sizes is not None else None
+        # What the host device prepares serves one launch, unless there is no shared memory in it.
+        reusable = function.parameter_sizes is not None or not plan.shared_bytes
+        bare = self.prepare(()) if reusable and kernel.signature.takes_nothing(function.parameter_sizes) else None
+        # What the launch path knows of it; a kernel that calls is not for that path.
+        self.native: Final = (plan, self.formats, bare, kernel.signature.reads, kernel.signature.dtypes, self.prepare)
 
     def prepare(self, arguments: tuple[Any, ...]) -> Any:
         """Check, convert and pack the arguments; raises UsageError."""
@@ -160,8 +165,7 @@ class Kernels:
             return site
         grid, block, *special = geometry
         if special == [0, None, False] and not kernel.calls:
-            bare = site.prepare(()) if kernel.signature.takes_nothing(function.parameter_sizes) else None
-            self._launcher.learn(kernel, grid, block, site.plan, site.formats, bare)
+            self._launcher.learn(kernel, grid, block, site.native)
         return site
 
 
