@@ -143,6 +143,7 @@ class Engine:
             self.loop,
             self.lanes,
             self.kernels,
+            self.launcher,
             self.reverse,
             self.host_tasks,
             self,

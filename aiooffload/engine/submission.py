@@ -12,6 +12,7 @@ from functools import partial
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from aiooffload.engine.bound import BoundLaunch, bind
 from aiooffload.engine.host_functions import waiting_launches
 from aiooffload.engine.lanes import Lane, Lanes, dependency_error, waits_for
 from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
@@ -23,6 +24,7 @@ from aiooffload.rules.ordering import unfinished
 if TYPE_CHECKING:
     from contextvars import Context
 
+    from aiooffload._native import Launcher
     from aiooffload.buffer import Allocation, PinnedArray
     from aiooffload.engine.host_tasks import HostTasks
     from aiooffload.engine.reverse import Reverse
@@ -54,6 +56,8 @@ class Submission:
         Places the operations.
     kernels
         What is loaded, and the geometries that were used.
+    launcher
+        The launch path, which bound launches take.
     reverse
         Starts the launches whose kernels call.
     host_tasks
@@ -75,6 +79,7 @@ class Submission:
         loop: asyncio.AbstractEventLoop,
         lanes: Lanes,
         kernels: Kernels,
+        launcher: Launcher,
         reverse: Reverse,
         host_tasks: HostTasks,
         owner: OperationOwner,
@@ -86,6 +91,7 @@ class Submission:
         self._loop = loop
         self._lanes = lanes
         self._kernels = kernels
+        self._launcher = launcher
         self._reverse = reverse
         self._host_tasks = host_tasks
         self._owner = owner
@@ -98,6 +104,17 @@ class Submission:
 
     def launch(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...], terms: Terms) -> Operation[None]:
         """Submit a launch that the launch path does not take; see ``Offload.launch``."""
+        site = self._site(kernel, geometry, args)
+        if site is None:
+            return self._launch_after_load(kernel, geometry, args, terms)
+        uses = buffers(kernel, args, self._owner) if args else ()
+        operation, terms = self._new(kernel, terms)
+        self._equip(operation, site, args, copy_context() if kernel.calls else None)
+        self.submit(operation, uses, terms, keep=args)
+        return operation
+
+    def _site(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...]) -> Site | None:
+        """Return what a launch needs, None if the kernel is not loaded yet; raises for what is none."""
         self._check_open()
         if not isinstance(kernel, Kernel):
             raise UsageError(f"expected a Kernel, not {type(kernel).__name__}: make one with @ao.kernel")
@@ -109,15 +126,22 @@ class Submission:
             site = self._kernels.sites.get((kernel, *geometry))
         except TypeError:  # a list as grid or block
             site = None
+        return self._plan(kernel, geometry) if site is None and self._kernels.loaded(kernel) else site
+
+    def bind(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...]) -> BoundLaunch:
+        """Check and pack the arguments of launches to come; see ``Offload.bind``."""
+        site = self._site(kernel, geometry, args)
+        if kernel.calls:
+            raise UsageError(f"kernel {kernel.name} calls host functions and cannot be bound: use off.launch")
         if site is None:
-            if not self._kernels.loaded(kernel):
-                return self._launch_after_load(kernel, geometry, args, terms)
-            site = self._plan(kernel, geometry)
-        uses = buffers(kernel, args, self._owner) if args else ()
-        operation, terms = self._new(kernel, terms)
-        self._equip(operation, site, args, copy_context() if kernel.calls else None)
-        self.submit(operation, uses, terms, keep=args)
-        return operation
+            raise UsageError(f"kernel {kernel.name} is not loaded: await off.load({kernel.name}) before binding it")
+        buffers(kernel, args, self._owner)
+
+        def launch(values: tuple[Any, ...], lane: Lane | None, after: Iterable[After]) -> Operation[None]:
+            self._owner.check_caller()
+            return self.launch(kernel, geometry, values, Terms(after, lane))
+
+        return bind(self._launcher, kernel, site, args, launch)
 
     def _new(self, kernel: Kernel, terms: Terms) -> tuple[Operation[None], Terms]:
         """Make the operation of a launch; one that calls gets a lane of its own kind."""
