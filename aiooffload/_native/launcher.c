@@ -167,7 +167,6 @@ typedef struct {
     PyObject *keep;           /* (arguments, lease, ...): what the operation holds until it is done; NULL without any */
     AoHistory *histories[MAX_BUFFERS];
     char writes[MAX_BUFFERS];
-    uint64_t addresses[MAX_BUFFERS];
 } Buffers;
 
 static void release_buffers(Buffers *buffers) {
@@ -175,31 +174,34 @@ static void release_buffers(Buffers *buffers) {
     Py_CLEAR(buffers->keep);
 }
 
+/* Numbers, of which there are many, are told apart at once. */
+static inline int is_buffer(const Launcher *self, PyObject *value) {
+    if (Py_IS_TYPE(value, self->layout.buffer)) return 1;
+    return !PyLong_CheckExact(value) && !PyFloat_CheckExact(value) && PyObject_TypeCheck(value, self->layout.buffer);
+}
+
 static int count_buffers(const Launcher *self, PyObject *arguments) {
     int count = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++)
-        count += PyObject_TypeCheck(PyTuple_GET_ITEM(arguments, i), self->layout.buffer);
+        count += is_buffer(self, PyTuple_GET_ITEM(arguments, i));
     return count;
 }
 
 /* Takes argument `index`, a buffer, if it is open, ours, and of the right dtype. */
 static int take_buffer(const Launcher *self, PyObject *site, PyObject *buffer, Py_ssize_t index, Buffers *buffers) {
     const Layout *at = &self->layout;
-    PyObject *allocation = slot(buffer, at->of_allocation), *address = slot(buffer, at->of_address);
-    if (!allocation || !PyObject_TypeCheck(allocation, at->allocation) || !address || !PyLong_CheckExact(address)) return 0;
+    PyObject *allocation = slot(buffer, at->of_allocation);
+    if (!allocation || !PyObject_TypeCheck(allocation, at->allocation)) return 0;
     PyObject *lease = slot(allocation, at->of_lease), *history = slot(allocation, at->of_history);
     if (!lease || lease == Py_None || slot(allocation, at->of_owner) != self->owner) return 0;
     if (!history || !Py_IS_TYPE(history, &AoHistory_Type)) return 0;
     PyObject *dtypes = PyTuple_GET_ITEM(site, AO_SITE_DTYPES), *read_only = PyTuple_GET_ITEM(site, AO_SITE_READ_ONLY);
     PyObject *dtype = index < PyTuple_GET_SIZE(dtypes) ? PyTuple_GET_ITEM(dtypes, index) : Py_None;
     if (dtype != Py_None && dtype != slot(buffer, at->of_dtype)) return 0; /* an equal one is for Python */
-    uint64_t number = PyLong_AsUnsignedLongLong(address);
-    if (number == (uint64_t)-1 && PyErr_Occurred()) return -1;
     int n = buffers->count++;
     PyTuple_SET_ITEM(buffers->keep, 1 + n, Py_NewRef(lease));
     buffers->histories[n] = (AoHistory *)Py_NewRef(history);
     buffers->writes[n] = index >= PyBytes_GET_SIZE(read_only) || !PyBytes_AS_STRING(read_only)[index];
-    buffers->addresses[n] = number;
     return 1;
 }
 
@@ -212,29 +214,38 @@ static int find_buffers(const Launcher *self, PyObject *site, PyObject *argument
     PyTuple_SET_ITEM(buffers->keep, 0, Py_NewRef(arguments));
     for (Py_ssize_t i = 0; status > 0 && i < PyTuple_GET_SIZE(arguments); i++) {
         PyObject *value = PyTuple_GET_ITEM(arguments, i);
-        if (PyObject_TypeCheck(value, self->layout.buffer)) status = take_buffer(self, site, value, i, buffers);
+        if (is_buffer(self, value)) status = take_buffer(self, site, value, i, buffers);
     }
     return status;
 }
 
-/* Whether the buffers stand where the formats have them. */
-static int buffers_fit(const Launcher *self, const char *formats, Py_ssize_t count, PyObject *arguments) {
-    if (count != PyTuple_GET_SIZE(arguments)) return 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if ((formats[i] == 'P') != PyObject_TypeCheck(PyTuple_GET_ITEM(arguments, i), self->layout.buffer)) return 0;
+/* Reads the addresses of the buffers, which stand where the formats have them; 0 if they do not, -1 exception. */
+static int find_addresses(const Launcher *self, const char *formats, PyObject *arguments, uint64_t *addresses) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
+        PyObject *value = PyTuple_GET_ITEM(arguments, i);
+        if ((formats[i] == 'P') != is_buffer(self, value)) return 0;
+        if (formats[i] != 'P') continue;
+        PyObject *address = slot(value, self->layout.of_address);
+        if (!address) return 0;
+        *addresses = PyLong_AsUnsignedLongLong(address);
+        if (*addresses++ == (uint64_t)-1 && PyErr_Occurred()) return -1;
+    }
     return 1;
 }
 
-/* New reference; None: not for this path. */
-static PyObject *prepare(const Launcher *self, PyObject *site, PyObject *arguments, const Buffers *buffers) {
-    PyObject *formats = PyTuple_GET_ITEM(site, AO_SITE_FORMATS);
-    PyObject *bare = PyTuple_GET_ITEM(site, AO_SITE_BARE);
+/* New reference; None: not for this path. At most MAX_BUFFERS of the arguments are buffers. */
+static PyObject *prepare(const Launcher *self, PyObject *site, PyObject *arguments) {
+    PyObject *formats = PyTuple_GET_ITEM(site, AO_SITE_FORMATS), *bare = PyTuple_GET_ITEM(site, AO_SITE_BARE);
     if (PyTuple_GET_SIZE(arguments) == 0 && bare != Py_None) return Py_NewRef(bare);
     if (formats == Py_None) return PyObject_CallOneArg(PyTuple_GET_ITEM(site, AO_SITE_PREPARE), arguments);
-    const char *letters = PyBytes_AS_STRING(formats);
+    uint64_t addresses[MAX_BUFFERS];
     Py_ssize_t count = PyBytes_GET_SIZE(formats);
-    if (!buffers_fit(self, letters, count, arguments)) Py_RETURN_NONE;
-    return ao_pack_arguments(letters, count, arguments, buffers->addresses);
+    int fit = count == PyTuple_GET_SIZE(arguments)
+                  ? find_addresses(self, PyBytes_AS_STRING(formats), arguments, addresses)
+                  : 0;
+    if (fit < 0) return NULL;
+    if (!fit) Py_RETURN_NONE;
+    return ao_pack_arguments(PyBytes_AS_STRING(formats), count, arguments, addresses);
 }
 
 /* ---- launching ---- */
@@ -349,7 +360,7 @@ PyObject *ao_launcher_go(PyObject *launcher, PyObject *site, PyObject *arguments
     buffers.keep = NULL;
     PyObject *result = NULL, *block = NULL;
     int status = find_buffers(self, site, arguments, &buffers);
-    if (status > 0) block = prepared ? Py_NewRef(prepared) : prepare(self, site, arguments, &buffers);
+    if (status > 0) block = prepared ? Py_NewRef(prepared) : prepare(self, site, arguments);
     if (status == 0 || block == Py_None) result = Py_NewRef(Py_None);
     else if (block) result = submit(self, (AoPlan *)PyTuple_GET_ITEM(site, AO_SITE_PLAN), block, &buffers, lane);
     Py_XDECREF(block);
