@@ -214,9 +214,10 @@ PyObject *ao_cuda_initialise(PyObject *module, PyObject *error);     /* cuda_str
 int ao_cuda_enqueue_kernel(PyObject *stream, AoPlan *plan, PyObject *prepared, uint64_t sequence);
 int ao_operation_module_init(PyObject *module);                      /* operation.c */
 PyObject *ao_running_loop(void);                                     /* operation.c; new reference */
+int ao_pack_module_init(void);                                       /* pack.c */
 /* pack.c: None: slow path. `addresses` holds those of the buffers, in order; NULL: they are asked. */
 PyObject *ao_pack_arguments(const char *formats, Py_ssize_t count, PyObject *arguments, const uint64_t *addresses);
-/* pack.c: puts another scalar into a packed block; 1 done, 0 slow path. Not 'P'. */
+/* pack.c: puts another scalar into a packed block; 1 done, 0 slow path, -1 exception. Not 'P'. */
 int ao_pack_scalar(char format, PyObject *value, PyObject *packed, Py_ssize_t index);
 
 #endif

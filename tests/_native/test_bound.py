@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -72,9 +73,10 @@ async def test_a_changed_scalar_is_of_one_launch(bound: Bound) -> None:
     """Its bytes are those of a launch packed with it; the next call has the old ones again."""
     bound.call(a=0.5)
     bound.call(n=-7)
-    bound.call(n=9, a=1.0)
+    bound.call(n=np.int32(9), a=np.float32(0.1))
+    bound.call(a=3)
     bound.call()
-    expected = [(0.5, 5), (2.0, -7), (1.0, 9), (2.0, 5)]
+    expected = [(0.5, 5), (2.0, -7), (0.1, 9), (3.0, 5), (2.0, 5)]
     assert bound.blocks == [pack(b"fPPi", (a, bound.x, bound.y, n)) for a, n in expected]
     assert bound.long == []
 
@@ -98,7 +100,7 @@ async def test_a_lane_can_be_named(bound: Bound) -> None:
         ((), {"after": [1]}),
         ((), {"after": ("x",)}),
         ((), {"after": []}),
-        ((), {"a": 1}),
+        ((), {"a": 2**24 + 1}),
         ((), {"a": "x"}),
         ((), {"n": 1.0}),
         ((), {"n": 2**31}),
