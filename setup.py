@@ -4,10 +4,12 @@ from setuptools import Extension, setup
 
 SOURCES = (
     "board",
+    "bound",
     "channel",
     "clock",
     "cuda_stream",
     "handler",
+    "history",
     "host_stream",
     "launcher",
     "module",

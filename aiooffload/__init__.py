@@ -12,6 +12,7 @@ decides and does no I/O, ``drivers/`` are the devices (``cuda`` is the only plac
 
 from aiooffload.buffer import Buffer, PinnedArray
 from aiooffload.drivers.api import DeviceProperties
+from aiooffload.engine.bound import BoundLaunch
 from aiooffload.engine.host_functions import Call, current_call
 from aiooffload.engine.lanes import Lane
 from aiooffload.errors import (
@@ -35,6 +36,7 @@ from aiooffload.operation import Operation
 from aiooffload.paths import include_dir
 
 __all__ = [
+    "BoundLaunch",
     "Buffer",
     "Call",
     "ClosedError",

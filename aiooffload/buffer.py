@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from aiooffload._native import History
 from aiooffload.drivers.api import RegisteredMemory
 from aiooffload.errors import ClosedError, UsageError
-from aiooffload.operation import Operation
 from aiooffload.rules.copyplan import c_strides, check_extent, is_contiguous
-from aiooffload.rules.ordering import History
 
 if TYPE_CHECKING:
     from aiooffload.operation import OperationOwner
@@ -56,7 +55,7 @@ class Allocation:
         self.address: Final[int] = lease.block.address
         self.nbytes: Final[int] = lease.block.nbytes
         self.host_array: NDArray[np.uint8] | None = lease.block.host_array
-        self.history: History[Operation[Any]] = History()
+        self.history: History = History()
         # The engine it belongs to: memory of another device or Offload is refused.
         self.owner = owner
 
@@ -95,7 +94,7 @@ class Shared:
         # Both are held, so that no other object has their identity while this is in the table.
         self.engine: Final = engine
         self.owner: Final = owner
-        self.history: Final[History[Operation[Any]]] = History()
+        self.history: Final = History()
 
 
 # By the identities of engine and owner, which need be neither hashable nor weakly referable. An entry lives
@@ -451,7 +450,7 @@ class PinnedArray:
     def __init__(self, lease: Lease[RegisteredMemory], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         # None once closed. Operations in flight have their own reference.
         self.lease: Lease[RegisteredMemory] | None = lease
-        self.history: Final[History[Operation[Any]]] = History()
+        self.history: Final = History()
         block = lease.block
         # The mapping stays as long as a view, even after the Offload has closed.
         whole = np.asarray(_Exporter(block.host_address, block.nbytes, lease, block.array))

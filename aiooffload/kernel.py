@@ -165,14 +165,16 @@ class Signature:
         In order, without the leading ``launch``; None if nothing is known, not even the count.
     """
 
-    __slots__ = ("_read_only", "formats", "parameters")
+    __slots__ = ("dtypes", "formats", "letters", "parameters", "reads")
 
     def __init__(self, parameters: Sequence[Parameter] | None) -> None:
         self.parameters: Final = None if parameters is None else tuple(parameters)
-        self._read_only = tuple(p.access is Access.READ for p in parameters or ())
-        letters = "".join(p.format for p in parameters or ())
+        # Per parameter: the dtype, whether the kernel only reads it, its letter.
+        self.dtypes: Final = tuple(p.dtype for p in parameters or ())
+        self.reads: Final = bytes(p.access is Access.READ for p in parameters or ())
+        self.letters: Final = "".join(p.format for p in parameters or ()).encode()
         # None: some argument needs the slow path whatever it is.
-        self.formats: Final = None if parameters is None or "?" in letters else letters.encode()
+        self.formats: Final = None if parameters is None or b"?" in self.letters else self.letters
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> Signature:
@@ -192,7 +194,7 @@ class Signature:
 
     def read_only(self, index: int) -> bool:
         """Whether the kernel only reads argument ``index``."""
-        return index < len(self._read_only) and self._read_only[index]
+        return index < len(self.reads) and bool(self.reads[index])
 
     def check_count(self, name: str, arguments: Sequence[object]) -> None:
         """Raise UsageError unless there are as many arguments as parameters, where those are known."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from aiooffload._native import Launcher
     from aiooffload.drivers.api import Device, DeviceProperties
+    from aiooffload.engine.bound import BoundLaunch
     from aiooffload.engine.lanes import Lane
     from aiooffload.kernel import Kernel
     from aiooffload.rules.geometry import Dimensions
@@ -314,6 +315,41 @@ class Offload:
         return engine.submission.launch(
             kernel, geometry, args, Terms(after, lane, instant, timeout_s, priority, coarse)
         )
+
+    def bind(
+        self, kernel: Kernel, *, grid: Dimensions, block: Dimensions, args: tuple[Any, ...] = (), shared_bytes: int = 0
+    ) -> BoundLaunch:
+        """Check and pack the arguments of a kernel once; calling the result launches it at the least cost.
+
+        Parameters
+        ----------
+        kernel
+            A kernel that is loaded (``await off.load(kernel)``) and calls no host functions.
+        grid, block, args, shared_bytes
+            As for :meth:`launch`.
+
+        Returns
+        -------
+        BoundLaunch
+            ``bound()`` submits a launch and returns its Operation; ``bound(a=3.0)`` one in which the scalar
+            ``a`` is another, for that launch alone.
+
+        Raises
+        ------
+        UsageError
+            The kernel is not loaded or calls host functions; wrong geometry, arguments, device, thread or loop.
+        ClosedError
+            A buffer or the Offload was closed.
+        LaunchError
+            The kernel cannot be launched in this geometry.
+
+        Notes
+        -----
+        *Ordering.* Binding submits nothing; each call is ordered as a launch made then.
+        *Lifetime.* The result holds its arguments, and may outlive the Offload: then it raises ClosedError.
+        """
+        engine = self._open_engine()
+        return engine.submission.bind(kernel, (grid, block, shared_bytes, None, False), args)
 
     def host_task(
         self, function: Callable[[], Coroutine[Any, Any, _T]], *, after: Iterable[After] = ()

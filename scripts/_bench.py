@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # A command is a module with add_arguments(parser) and main(options). Until main is called it may
 # import nothing but the standard library.
-from benchmarks import completion, copies, graph, reverse
+from benchmarks import bind, completion, copies, graph, reverse
 
 
 class Command(Protocol):
@@ -24,7 +24,13 @@ class Command(Protocol):
     def main(self, options: argparse.Namespace) -> int: ...
 
 
-COMMANDS: dict[str, Command] = {"completion": completion, "copies": copies, "graph": graph, "reverse": reverse}
+COMMANDS: dict[str, Command] = {
+    "completion": completion,
+    "reverse": reverse,
+    "bind": bind,
+    "copies": copies,
+    "graph": graph,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

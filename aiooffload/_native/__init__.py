@@ -4,17 +4,20 @@ One file per thing in C: ``word.c`` (64-bit words shared with a device), ``opera
 awaitable's core), ``board.c`` (completion slots and the operations waiting on them), ``plan.c``
 (a launch's geometry and its running time estimate), ``pack.c`` (kernel parameters), ``clock.c``
 (timerfd), ``cuda_stream.c`` (streams and the wake on a GPU), ``launcher.c``
-(plain launches, from the call to the driver), ``host_stream.c`` (the host device's streams),
+(plain launches, from the call to the driver), ``bound.c`` (those with arguments of their own),
+``history.c`` (program order on one allocation), ``host_stream.c`` (the host device's streams),
 ``channel.c`` (the host's end of a channel) and ``port.c`` (the device's end, for host kernels).
 """
 
 from aiooffload._native._core import (
     Board,
+    BoundLaunch,
     Caller,
     Channel,
     CudaEvent,
     CudaStream,
     Handler,
+    History,
     HostContext,
     HostEvent,
     HostStream,
@@ -35,11 +38,13 @@ from aiooffload._native._core import (
 
 __all__ = [
     "Board",
+    "BoundLaunch",
     "Caller",
     "Channel",
     "CudaEvent",
     "CudaStream",
     "Handler",
+    "History",
     "HostContext",
     "HostEvent",
     "HostStream",

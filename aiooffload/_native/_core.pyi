@@ -108,6 +108,15 @@ class Operation:
     def remove_done_callback(self, fn: Callable[[Any], object]) -> int: ...
     def __await__(self) -> Generator[Any, None, Any]: ...
 
+class History:
+    """What was submitted on one allocation and may still be unfinished, by the rule of ``rules/ordering.py``."""
+
+    def __init__(self) -> None: ...
+    def conflicts(self, writes: bool) -> list[Any]:
+        """Return the unfinished operations that one submitted now has to come after."""
+    def record(self, operation: Operation, writes: bool) -> None:
+        """Note that ``operation`` was submitted now; it is not kept alive."""
+
 class LaneQueue:
     """The operations in flight on one stream, in order, and the slot that says how far it got."""
 
@@ -188,6 +197,8 @@ class Board:
     def abandon(self) -> list[Any]:
         """Empty every queue, oldest first per lane, finishing nothing."""
 
+Site = tuple[LaunchPlan, bytes | None, Any, bytes, tuple[Any, ...], Callable[[tuple[Any, ...]], Any]]
+
 class Launcher:
     """The launch path of one Offload: plain launches that can go to the device at once."""
 
@@ -197,16 +208,42 @@ class Launcher:
         loop: asyncio.AbstractEventLoop,
         owner: Any,
         operation_type: type[Operation],
+        buffer_type: type[Any],
+        allocation_type: type[Any],
         notice: Callable[[], None],
         on_error: Callable[[Any, BaseException], None],
     ) -> None: ...
     ready: bool
     """Whether the Offload is open and its marks are words."""
+    ordered: bool
+    """Whether operations that share a buffer are ordered by submission; true unless set."""
     def launch(self, kernel: Any, grid: Any, block: Any, args: Any) -> Any:
         """Launch and return the operation, or None with nothing done: not for this path."""
-    def learn(self, kernel: Any, grid: Any, block: Any, plan: LaunchPlan, formats: bytes | None, prepared: Any) -> None:
-        """Take a kernel in one geometry; ``prepared`` is for a launch without arguments, or None."""
+    def learn(self, kernel: Any, grid: Any, block: Any, site: Site) -> None:
+        """Take a kernel in one geometry.
+
+        ``site`` is (plan, formats for ``pack`` or None, what the stream takes for a launch without
+        arguments or None, whether each parameter is only read, the dtype of a buffer for each or None,
+        ``prepare(arguments)`` where formats is None).
+        """
     def forget(self) -> None: ...
+
+class BoundLaunch:
+    """A launch with arguments of its own; what the launch path does not take calls ``otherwise``."""
+
+    def __new__(
+        cls,
+        launcher: Launcher,
+        site: Site,
+        arguments: tuple[Any, ...],
+        formats: bytes,
+        names: dict[str, int],
+        packed: bytes | None,
+        otherwise: Callable[..., Any],
+    ) -> Self: ...
+    @property
+    def arguments(self) -> tuple[Any, ...]: ...
+    def __call__(self, *, lane: Any = None, after: Any = (), **changed: Any) -> Any: ...
 
 class Timer:
     """A one-shot timerfd with nanosecond resolution."""

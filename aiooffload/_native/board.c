@@ -423,6 +423,7 @@ static PyObject *board_add(AoBoard *self, PyObject *args, PyObject *kwargs) {
         Py_DECREF(lane);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
+    lane->open = !apart;
     if (!apart) self->open++;
     __atomic_store_n(lane->slot->host, sequence, __ATOMIC_SEQ_CST);
     return (PyObject *)lane;

@@ -27,9 +27,11 @@ PyMODINIT_FUNC PyInit__core(void) {
         {"LaunchPlan", &AoPlan_Type},
         {"Operation", &AoOperation_Type},
         {"Wait", &AoWait_Type},
+        {"History", &AoHistory_Type},
         {"LaneQueue", &AoQueue_Type},
         {"Board", &AoBoard_Type},
         {"Launcher", &AoLauncher_Type},
+        {"BoundLaunch", &AoBound_Type},
         {"Channel", &AoChannel_Type},
         {"Caller", &AoCaller_Type},
         {"Handler", &AoHandler_Type},
@@ -43,7 +45,9 @@ PyMODINIT_FUNC PyInit__core(void) {
         {"HostStream", &AoHostStream_Type},
     };
     PyObject *module = PyModule_Create(&definition);
-    if (!module || ao_operation_module_init(module) < 0 || ao_channel_module_init(module) < 0) goto failed;
+    if (!module || ao_operation_module_init(module) < 0 || ao_channel_module_init(module) < 0 ||
+        ao_pack_module_init() < 0)
+        goto failed;
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         if (PyType_Ready(types[i].type) < 0) goto failed;
         if (PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0) goto failed;

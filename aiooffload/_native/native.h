@@ -92,6 +92,7 @@ typedef struct {
     char coarse;              /* no mark of its own: it counts as done with the lane's next one */
     char instant;             /* it went to the device while it was submitted */
     PyObject *weakrefs;
+    struct AoUse *uses;       /* its places in histories; gone once it is finished, unless it has deps then */
     PyObject *queue;          /* the AoQueue it was pushed to, or NULL */
     uint64_t sequence;        /* its mark on that lane; meaningless while queue is NULL */
     int64_t submitted_ns, finished_ns;
@@ -113,6 +114,30 @@ int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure);
 /* The mark of `op` was seen: arrival or finish. Errors go to sys.unraisablehook. */
 void ao_operation_arrive(AoOperation *op);
 
+/* ---- history.c: program order on one allocation ---- */
+typedef struct AoUse {
+    AoOperation *op;          /* borrowed: it frees its uses before it goes */
+    struct AoUse *sibling;    /* the operation's next use */
+    struct AoUse *next, **link; /* in a history's list, and what points there; NULL while in none */
+} AoUse;
+typedef struct {
+    PyObject_HEAD
+    AoUse *writer;            /* the last one, alone; everything submitted before it is ordered before it already */
+    AoUse *readers;           /* since then, the last first */
+} AoHistory;
+extern PyTypeObject AoHistory_Type;
+/* A use of `op` that is in no history yet; NULL with an exception. */
+AoUse *ao_use_new(AoOperation *op);
+void ao_uses_free(AoOperation *op);
+/* `op` is finished: its uses go unless it stands for others. */
+void ao_uses_settle(AoOperation *op);
+/* Enters a new use: its operation was submitted now. */
+void ao_history_record(AoHistory *history, AoUse *use, int writes);
+/* Whether one queue's order alone puts first everything that one submitted now has to come after, and whatever
+ * sits on *home (NULL: anything does so far); sets *home to that queue if there is anything. */
+struct AoQueue;
+int ao_history_home(const AoHistory *history, int writes, struct AoQueue **home);
+
 /* ---- board.c: slots and what waits on them ---- */
 typedef struct AoQueue {
     PyObject_HEAD
@@ -126,6 +151,7 @@ typedef struct AoQueue {
     int64_t end_ns;           /* due_ns of the last push: when the lane is expected to be done with everything */
     uint32_t heavy;           /* in flight and not tiny */
     Py_ssize_t load;          /* operations queued for it on the host */
+    char open;                /* takes any launch */
     char reserved;            /* takes only what names it: pick() passes over it */
     char unmarked;            /* the last push was coarse: no mark will say that it is done */
     PyObject *stream, *lane;  /* what it belongs to; NULL until attach() */
@@ -169,8 +195,26 @@ Py_ssize_t ao_channel_drain(struct AoChannel *channel, int64_t budget_ns);
 uint64_t ao_channel_suspended(const struct AoChannel *channel);
 int ao_channel_module_init(PyObject *module);
 
-/* ---- launcher.c: the launch path ---- */
-extern PyTypeObject AoLauncher_Type;
+/* ---- launcher.c: the launch path; bound.c: launches with arguments of their own ---- */
+extern PyTypeObject AoLauncher_Type, AoBound_Type;
+/* A site is what is known of a kernel in one geometry, a tuple of these. */
+enum {
+    AO_SITE_PLAN,
+    AO_SITE_FORMATS,          /* bytes for ao_pack_arguments(), or None: prepare() makes what the stream takes */
+    AO_SITE_BARE,             /* what the stream takes for a launch without arguments, or None */
+    AO_SITE_READ_ONLY,        /* bytes: per parameter, whether the kernel only reads it; others it may write */
+    AO_SITE_DTYPES,           /* tuple: per parameter, the dtype of a buffer there, None for any */
+    AO_SITE_PREPARE,          /* prepare(arguments), checking and converting them */
+    AO_SITE_SIZE
+};
+/* -1 with an exception unless `site` is one. */
+int ao_site_check(PyObject *site);
+/* Whether a launch may go to the device now, from here; -1 with an exception. */
+int ao_launcher_may(PyObject *launcher);
+/* Launches, after ao_launcher_may(): the operation, None if it has to go the long way and nothing was done, or NULL.
+ * `prepared` and `lane` may be NULL: then they are found. */
+PyObject *ao_launcher_go(PyObject *launcher, PyObject *site, PyObject *arguments, PyObject *prepared, PyObject *lane,
+                         int coarse);
 
 extern PyTypeObject AoTimer_Type;                                   /* clock.c */
 PyObject *ao_timer_slack(PyObject *module, PyObject *value);        /* clock.c */
@@ -183,6 +227,10 @@ PyObject *ao_cuda_initialise(PyObject *module, PyObject *error);     /* cuda_str
 int ao_cuda_enqueue_kernel(PyObject *stream, AoPlan *plan, PyObject *prepared, uint64_t sequence);
 int ao_operation_module_init(PyObject *module);                      /* operation.c */
 PyObject *ao_running_loop(void);                                     /* operation.c; new reference */
-PyObject *ao_pack_arguments(const char *formats, Py_ssize_t count, PyObject *arguments); /* pack.c; None: slow path */
+int ao_pack_module_init(void);                                       /* pack.c */
+/* pack.c: None: slow path. `addresses` holds those of the buffers, in order; NULL: they are asked. */
+PyObject *ao_pack_arguments(const char *formats, Py_ssize_t count, PyObject *arguments, const uint64_t *addresses);
+/* pack.c: puts another scalar into a packed block; 1 done, 0 slow path, -1 exception. Not 'P'. */
+int ao_pack_scalar(char format, PyObject *value, PyObject *packed, Py_ssize_t index);
 
 #endif

@@ -73,6 +73,7 @@ int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure) {
     if (failure && failure != Py_None) Py_XSETREF(op->failure, Py_NewRef(failure));
     if (!op->failure) Py_XSETREF(op->result, Py_NewRef(result ? result : Py_None));
     op->finished = 1;
+    ao_uses_settle(op);
     if (!op->finished_ns) op->finished_ns = ao_now_ns(); /* the board sets it when it saw the mark */
     PyObject *waiters = op->waiters, *callbacks = op->callbacks, *keep = op->keep, *arrival = op->arrival;
     op->waiters = op->callbacks = op->keep = op->arrival = NULL;
@@ -399,6 +400,7 @@ static int operation_traverse(AoOperation *self, visitproc visit, void *arg) {
 }
 
 static int operation_clear(AoOperation *self) {
+    ao_uses_free(self); /* first: no history may hand out what is being taken apart */
 #define CLEAR(member) Py_CLEAR(self->member);
     MEMBERS(CLEAR)
 #undef CLEAR
@@ -439,6 +441,7 @@ static void operation_finalize(AoOperation *self) {
 
 static void operation_dealloc(AoOperation *self) {
     PyObject_GC_UnTrack(self);
+    ao_uses_free(self); /* before anything that runs Python code: a history must not give a new reference to it */
     if (self->weakrefs) PyObject_ClearWeakRefs((PyObject *)self);
     operation_clear(self);
     Py_CLEAR(self->loop);

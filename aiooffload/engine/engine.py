@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from aiooffload._native import Board, Launcher
+from aiooffload.buffer import Allocation, Buffer
 from aiooffload.drivers import open_device
 from aiooffload.engine.adopted import Adoptions
 from aiooffload.engine.completion import Completion, EventMarks
@@ -131,7 +132,17 @@ class Engine:
         self.board: Final = Board()
         words = self.memory.register((sum(lanes.values()) + 3) * _WORD_STRIDE)
         self._make_lanes(lanes, depth, words, max_pending)
-        self.launcher: Final = Launcher(self.board, self.loop, self, Operation, self.completion.notice, self._refused)
+        self.launcher: Final = Launcher(
+            self.board,
+            self.loop,
+            self,
+            Operation,
+            Buffer,
+            Allocation,
+            self.completion.notice,
+            self.lanes.refused,
+        )
+        self.launcher.ordered = program_order
         self.reverse: Final = Reverse(
             self.loop,
             call_timeout_s,
@@ -151,6 +162,7 @@ class Engine:
             self.lanes,
             self.adoptions,
             self.kernels,
+            self.launcher,
             self.reverse,
             self.scratch,
             self.host_tasks,
@@ -327,13 +339,6 @@ class Engine:
             cause=reason,
             cure=cure or "none: it is how this device is",
         )
-
-    def _refused(self, operation: Operation[Any], error: BaseException) -> None:
-        """The driver refused a launch of the launch path: as in ``Lanes``, it is the operation's failure."""
-        if isinstance(error, DeviceLostError):
-            self.lose(error)
-            error = self.lost or error
-        operation.finish(failure=error)
 
     # -- who may -----------------------------------------------------------------------------
 

@@ -136,23 +136,24 @@ class Lanes(Scheduler[Operation[Any], Lane]):
                 operation.steps(lane.stream)  # enqueues piece by piece and comes back by itself
             else:
                 self._enqueue_marked(operation, lane)
-        except DeviceLostError as error:
-            self._on_lost(error)
-            operation.finish(failure=self.dead or error)
         except BaseException as error:  # whatever it was, the operation ends with it
-            self._enqueue_refused(operation, lane, error)
+            self.refused(operation, error)
             if not isinstance(error, Exception):
                 operation.add_done_callback(Operation.look)  # it is raised here
                 raise
 
-    def _enqueue_refused(self, operation: Operation[Any], lane: Lane, error: BaseException) -> None:
+    def refused(self, operation: Operation[Any], error: BaseException) -> None:
         """The driver refused a part of it: it fails once what went before that part is done."""
+        if isinstance(error, DeviceLostError):
+            self._on_lost(error)
+            operation.finish(failure=self.dead or error)
+            return
         operation.failure = error
         operation.requires = None
         operation.coarse = False
         operation.steps = lambda stream: None
         try:
-            self._enqueue_marked(operation, lane)
+            self._enqueue_marked(operation, operation.lane)
         except Exception as unmarked:  # whatever it was, something may run that nothing will ever report
             self._on_lost(as_loss(unmarked))
             operation.finish(failure=error)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import Launcher, LaunchPlan, pack
 from aiooffload.buffer import Allocation, Buffer
+from aiooffload.engine.scratch import has_scratch
 from aiooffload.errors import UsageError
 from aiooffload.rules.geometry import Dimensions, check_launch, triple
 
@@ -28,7 +29,7 @@ _MAX_SITES: Final = 4096
 class Site:
     """A kernel in one geometry on one device: what a launch of it needs, looked up once."""
 
-    __slots__ = ("_function", "_kernel", "formats", "plan")
+    __slots__ = ("_function", "_kernel", "formats", "native", "plan")
 
     def __init__(self, kernel: Kernel, function: Function, plan: LaunchPlan) -> None:
         self._kernel = kernel
@@ -36,6 +37,18 @@ class Site:
         self.plan: Final = plan
         # Only a driver that knows sizes takes packed parameters; None: every launch goes the long way.
         self.formats: Final = kernel.signature.formats if function.parameter_sizes is not None else None
+        # What the host device prepares serves one launch, unless there is no shared memory in it.
+        reusable = function.parameter_sizes is not None or not plan.shared_bytes
+        bare = self.prepare(()) if reusable and kernel.signature.takes_nothing(function.parameter_sizes) else None
+        # What the launch path knows of it; a kernel that calls is not for that path.
+        self.native: Final = (
+            plan,
+            self.formats,
+            bare,
+            kernel.signature.reads,
+            kernel.signature.dtypes,
+            self._prepare_now,
+        )
 
     def prepare(self, arguments: tuple[Any, ...]) -> Any:
         """Check, convert and pack the arguments; raises UsageError."""
@@ -44,6 +57,10 @@ class Site:
             if packed is not None:
                 return packed
         return self._function.prepare(self.plan, self._kernel.signature.check(self._kernel.name, arguments))
+
+    def _prepare_now(self, arguments: tuple[Any, ...]) -> Any:
+        """Prepare for the launch path; None for what has to know its lane first."""
+        return None if has_scratch(arguments) else self.prepare(arguments)
 
     def late(
         self,
@@ -173,8 +190,7 @@ class Kernels:
             return site
         grid, block, *special = geometry
         if special == [0, None, False] and not kernel.calls:
-            bare = site.prepare(()) if kernel.signature.takes_nothing(function.parameter_sizes) else None
-            self._launcher.learn(kernel, grid, block, site.plan, site.formats, bare)
+            self._launcher.learn(kernel, grid, block, site.native)
         return site
 
 

@@ -13,6 +13,7 @@ from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiooffload.engine.adopted import Adoptions, check_stream
+from aiooffload.engine.bound import BoundLaunch, bind
 from aiooffload.engine.host_functions import waiting_launches
 from aiooffload.engine.lanes import Lane, Lanes
 from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
@@ -26,6 +27,7 @@ from aiooffload.rules.scheduler import dependency_error, needs_host, waits_for
 if TYPE_CHECKING:
     from contextvars import Context
 
+    from aiooffload._native import Launcher
     from aiooffload.buffer import Allocation, PinnedArray
     from aiooffload.drivers.api import CallParameter, Device, Stream
     from aiooffload.engine.host_tasks import HostTasks
@@ -69,6 +71,8 @@ class Submission:
         Knows streams of somebody else.
     kernels
         What is loaded, and the geometries that were used.
+    launcher
+        The launch path, which bound launches take.
     reverse
         Starts the launches whose kernels call.
     scratch
@@ -94,6 +98,7 @@ class Submission:
         lanes: Lanes,
         adoptions: Adoptions,
         kernels: Kernels,
+        launcher: Launcher,
         reverse: Reverse,
         scratch: ScratchCache,
         host_tasks: HostTasks,
@@ -108,6 +113,7 @@ class Submission:
         self._lanes = lanes
         self._adoptions = adoptions
         self._kernels = kernels
+        self._launcher = launcher
         self._reverse = reverse
         self._scratch = scratch
         self._host_tasks = host_tasks
@@ -121,6 +127,22 @@ class Submission:
 
     def launch(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...], terms: Terms) -> Operation[None]:
         """Submit a launch that the launch path does not take; see ``Offload.launch``."""
+        site = self._site(kernel, geometry, args)
+        if site is None:
+            return self._launch_after_load(kernel, geometry, args, terms)
+        uses = buffers(kernel, args, self._owner) if args else ()
+        wanted = layout(kernel, args, *geometry[:2]) if args else None
+        operation, terms = self._new(kernel, terms)
+        self._equip(operation, site, args, wanted, copy_context() if kernel.calls else None)
+        try:
+            self.submit(operation, uses, terms, keep=args)
+        except BaseException:
+            operation.steps = None  # it refers to the operation, and both would keep the arguments
+            raise
+        return operation
+
+    def _site(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...]) -> Site | None:
+        """Return what a launch needs, None if the kernel is not loaded yet; raises for what is none."""
         self._check_open()
         if not isinstance(kernel, Kernel):
             raise UsageError(f"expected a Kernel, not {type(kernel).__name__}: make one with @ao.kernel")
@@ -132,20 +154,24 @@ class Submission:
             site = self._kernels.sites.get((kernel, *geometry))
         except TypeError:  # a list as grid or block
             site = None
+        return self._plan(kernel, geometry) if site is None and self._kernels.loaded(kernel) else site
+
+    def bind(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...]) -> BoundLaunch:
+        """Check and pack the arguments of launches to come; see ``Offload.bind``."""
+        site = self._site(kernel, geometry, args)
+        if kernel.calls:
+            raise UsageError(f"kernel {kernel.name} calls host functions and cannot be bound: use off.launch")
         if site is None:
-            if not self._kernels.loaded(kernel):
-                return self._launch_after_load(kernel, geometry, args, terms)
-            site = self._plan(kernel, geometry)
-        uses = buffers(kernel, args, self._owner) if args else ()
-        wanted = layout(kernel, args, *geometry[:2]) if args else None
-        operation, terms = self._new(kernel, terms)
-        self._equip(operation, site, args, wanted, copy_context() if kernel.calls else None)
-        try:
-            self.submit(operation, uses, terms, keep=args)
-        except BaseException:
-            operation.steps = None  # it refers to the operation, and both would keep the arguments
-            raise
-        return operation
+            raise UsageError(f"kernel {kernel.name} is not loaded: await off.load({kernel.name}) before binding it")
+        buffers(kernel, args, self._owner)
+        if layout(kernel, args, *geometry[:2]) is not None:
+            raise UsageError(f"kernel {kernel.name} cannot be bound with scratch, which each lane has of its own")
+
+        def launch(values: tuple[Any, ...], lane: Lane | None, after: Iterable[After], coarse: bool) -> Operation[None]:
+            self._owner.check_caller()
+            return self.launch(kernel, geometry, values, Terms(after, lane, coarse=coarse))
+
+        return bind(self._launcher, kernel, site, args, launch)
 
     def _new(self, kernel: Kernel, terms: Terms) -> tuple[Operation[None], Terms]:
         """Make the operation of a launch; one that calls gets a lane of its own kind."""

@@ -2,6 +2,9 @@
 
 Operations that share an allocation run in the order they were submitted, unless both only read
 it. The history of an allocation is what that needs: its last writer, and its readers since.
+
+:class:`History` is the rule. What runs is the same in C (``_native.History``), since the launch path asks it
+for every buffer of every launch; the tests hold one against the other.
 """
 
 from __future__ import annotations

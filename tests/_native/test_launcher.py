@@ -3,94 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import sys
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aiooffload import _native
-from aiooffload._native import Board, Launcher, LaunchPlan, Word, now_ns, pack
+from aiooffload._native import Board, Launcher, now_ns, pack
+from aiooffload.buffer import Allocation, Buffer
 from aiooffload.errors import LaunchError
 from aiooffload.operation import Operation
-
-GEOMETRY = ((1, 1, 1), (32, 1, 1))
-NO_PARAMETERS = pack(b"", ())
-
-
-def word() -> Word:
-    box = ctypes.c_uint64()
-    return Word(ctypes.addressof(box), 0, box)
-
-
-class Stream:
-    """Notes what is enqueued, or refuses it."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.refusal: BaseException | None = None
-
-    def enqueue_kernel(self, plan: Any, prepared: Any, operation: Any, sequence: int) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.calls.append((plan, prepared, operation, sequence))
-
-
-class Kernel:
-    """A key that can be watched going away."""
-
-
-def make_plan(name: str = "k") -> LaunchPlan:
-    return LaunchPlan(name, 0, None, (1, 1, 1), (32, 1, 1), 0, None, False)
-
-
-@dataclass
-class Rig:
-    """A launcher with lanes of its own that knows one kernel."""
-
-    board: Board
-    launcher: Launcher
-    owner: Any
-    streams: list[Stream]
-    queues: list[Any]
-    lanes: list[str]
-    kernel: Kernel = field(default_factory=Kernel)
-    plan: LaunchPlan = field(default_factory=make_plan)
-    notices: list[int] = field(default_factory=list)
-    errors: list[tuple[Any, BaseException]] = field(default_factory=list)
-
-    def launch(self, *args: Any) -> Any:
-        return self.launcher.launch(self.kernel, *GEOMETRY, args)
-
-    @property
-    def enqueued(self) -> int:
-        return sum(len(stream.calls) for stream in self.streams)
-
-
-async def make(lanes: int = 2, depth: int = 2, formats: bytes | None = b"if", prepared: Any = None) -> Rig:
-    board, owner = Board(), Kernel()
-    notices: list[int] = []
-    errors: list[tuple[Any, BaseException]] = []
-    loop = asyncio.get_running_loop()
-    launcher = Launcher(
-        board,
-        loop,
-        owner,
-        Operation,
-        lambda: notices.append(board.in_flight),
-        lambda operation, error: errors.append((operation, error)),
-    )
-    queues = [board.add(word(), depth) for _ in range(lanes)]
-    streams, names = [Stream() for _ in queues], [f"lane {number}" for number in range(lanes)]
-    for queue, stream, name in zip(queues, streams, names, strict=True):
-        queue.attach(stream, name)
-    rig = Rig(board, launcher, owner, streams, queues, names, notices=notices, errors=errors)
-    launcher.learn(rig.kernel, *GEOMETRY, rig.plan, formats, prepared)
-    launcher.ready = True
-    return rig
+from tests._native.launch_rig import (
+    GEOMETRY,
+    NO_PARAMETERS,
+    TYPES,
+    Kernel,
+    Rig,
+    Stream,
+    complete,
+    make,
+    make_buffer,
+    make_plan,
+    make_site,
+    word,
+)
 
 
 def nothing_happened(rig: Rig) -> bool:
@@ -152,7 +91,7 @@ async def test_a_launch_without_arguments_uses_what_was_prepared() -> None:
         (b"if", None, (1.0, 1.0)),
         (b"if", None, (2**31, 1.0)),
         (b"iP", None, (1, Kernel())),
-        (None, None, (1,)),
+        (None, None, (1,)),  # what has to be prepared, and cannot be
         (b"", NO_PARAMETERS, (1,)),
     ],
 )
@@ -183,7 +122,7 @@ async def test_it_has_to_be_ready() -> None:
     assert rig.launch(1, 1.0) is None
     assert nothing_happened(rig)
     loop = asyncio.get_running_loop()
-    assert Launcher(rig.board, loop, None, Operation, print, print).ready is False  # type: ignore[arg-type]
+    assert Launcher(rig.board, loop, None, *TYPES, print, print).ready is False  # type: ignore[arg-type]
 
 
 async def test_full_lanes_are_for_the_long_path() -> None:
@@ -201,8 +140,8 @@ async def test_a_lane_without_a_stream_is_for_the_long_path() -> None:
     rig = await make(lanes=1)
     board = Board()
     board.add(word(), 4)
-    launcher = Launcher(board, asyncio.get_running_loop(), None, Operation, print, print)  # type: ignore[arg-type]
-    launcher.learn(rig.kernel, *GEOMETRY, rig.plan, b"", NO_PARAMETERS)
+    launcher = Launcher(board, asyncio.get_running_loop(), None, *TYPES, print, print)  # type: ignore[arg-type]
+    launcher.learn(rig.kernel, *GEOMETRY, make_site(rig.plan, b"", NO_PARAMETERS))
     launcher.ready = True
     assert launcher.launch(rig.kernel, *GEOMETRY, ()) is None
     assert board.pushed == 0
@@ -285,8 +224,8 @@ async def test_an_error_of_the_engine_is_raised() -> None:
 
     rig = await make()
     for refusal, pushed in ((LaunchError("refused"), 0), (None, 1)):
-        launcher = Launcher(rig.board, asyncio.get_running_loop(), None, Operation, fail, fail)  # type: ignore[arg-type]
-        launcher.learn(rig.kernel, *GEOMETRY, rig.plan, b"", NO_PARAMETERS)
+        launcher = Launcher(rig.board, asyncio.get_running_loop(), None, *TYPES, fail, fail)  # type: ignore[arg-type]
+        launcher.learn(rig.kernel, *GEOMETRY, make_site(rig.plan, b"", NO_PARAMETERS))
         launcher.ready = True
         for stream in rig.streams:
             stream.refusal = refusal
@@ -315,7 +254,7 @@ async def test_learning_again_replaces() -> None:
     """A geometry has one plan: the last one learned."""
     rig = await make()
     other = make_plan("other")
-    rig.launcher.learn(rig.kernel, *GEOMETRY, other, b"i", None)
+    rig.launcher.learn(rig.kernel, *GEOMETRY, make_site(other, b"i"))
     assert rig.launch(1, 1.0) is None
     assert rig.launch(1).plan is other
 
@@ -325,7 +264,7 @@ async def test_forgotten_kernels_are_let_go() -> None:
     rig = await make()
     kernel, plan = Kernel(), make_plan()
     before = sys.getrefcount(kernel), sys.getrefcount(plan)
-    rig.launcher.learn(kernel, *GEOMETRY, plan, b"", NO_PARAMETERS)
+    rig.launcher.learn(kernel, *GEOMETRY, make_site(plan, b"", NO_PARAMETERS))
     assert (sys.getrefcount(kernel), sys.getrefcount(plan)) == (before[0] + 1, before[1] + 1)
     rig.launcher.forget()
     assert (sys.getrefcount(kernel), sys.getrefcount(plan)) == before
@@ -333,10 +272,21 @@ async def test_forgotten_kernels_are_let_go() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(Kernel(), 1, 1, None, b"", b""), (Kernel(), 1, 1), (Kernel(), [1], 1, make_plan(), b"", b"")]
+    "arguments",
+    [
+        (Kernel(), 1, 1),
+        (Kernel(), [1], 1, make_site(make_plan(), b"")),
+        (Kernel(), 1, 1, None),
+        (Kernel(), 1, 1, make_site(None, b"")),  # type: ignore[arg-type]
+        (Kernel(), 1, 1, make_site(make_plan(), "P")),  # type: ignore[arg-type]
+        (Kernel(), 1, 1, make_site(make_plan(), b"", reads=None)),  # type: ignore[arg-type]
+        (Kernel(), 1, 1, make_site(make_plan(), b"", dtypes=[])),  # type: ignore[arg-type]
+        (Kernel(), 1, 1, make_site(make_plan(), b"", prepare=None)),
+        (Kernel(), 1, 1, make_site(make_plan(), b"")[:5]),
+    ],
 )
-async def test_only_plans_of_keys_are_learned(arguments: tuple[Any, ...]) -> None:
-    """A plan of another type, a missing argument and a geometry that cannot be a key raise TypeError."""
+async def test_only_sites_of_keys_are_learned(arguments: tuple[Any, ...]) -> None:
+    """A site of another form, a missing argument and a geometry that cannot be a key raise TypeError."""
     rig = await make()
     with pytest.raises(TypeError):
         rig.launcher.learn(*arguments)
@@ -349,8 +299,27 @@ async def test_the_operation_type_is_a_subclass() -> None:
         with pytest.raises(TypeError):
             Launcher(Board(), loop, None, wrong, print, print)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        Launcher(None, loop, None, Operation, print, print)  # type: ignore[arg-type]
-    assert Launcher(Board(), loop, None, _native.Operation, print, print)  # type: ignore[arg-type]
+        Launcher(None, loop, None, *TYPES, print, print)  # type: ignore[arg-type]
+    assert Launcher(Board(), loop, None, _native.Operation, Buffer, Allocation, print, print)  # type: ignore[arg-type]
+
+
+async def test_buffers_have_slots() -> None:
+    """A class of buffers or allocations in which the launch path would not find what it reads raises."""
+    loop = asyncio.get_running_loop()
+
+    class Computed:
+        __slots__ = ("_address", "dtype")
+        allocation = property()
+
+    wrong: list[tuple[Any, Any, Any]] = [
+        (Computed, Allocation, TypeError),
+        (Buffer, Kernel, AttributeError),
+        (Buffer, Buffer, AttributeError),
+        (Buffer, None, TypeError),
+    ]
+    for buffer, allocation, error in wrong:
+        with pytest.raises(error):
+            Launcher(Board(), loop, None, Operation, buffer, allocation, print, print)  # type: ignore[arg-type]
 
 
 async def test_a_launch_leaves_no_references() -> None:
@@ -382,3 +351,244 @@ async def test_a_launcher_in_a_cycle_is_collected() -> None:
     del rig
     gc.collect()
     assert watched() is None
+
+
+# -- buffers -------------------------------------------------------------------------------
+
+
+async def make_with_buffers(
+    reads: bytes = b"\1\0", lanes: int = 3, depth: int = 4, **options: Any
+) -> tuple[Rig, Buffer, Buffer]:
+    """A launcher that knows a kernel of a buffer that it reads and one that it writes, and two buffers."""
+    rig = await make(lanes, depth)
+    dtypes = (np.dtype(np.float32), None)
+    rig.launcher.learn(rig.kernel, *GEOMETRY, make_site(rig.plan, b"PP", None, reads, dtypes, **options))
+    return rig, make_buffer(rig.owner), make_buffer(rig.owner, 0x2000)
+
+
+async def test_a_launch_with_buffers_is_recorded() -> None:
+    """It packs their addresses, is what later ones come after, and holds arguments and leases until it is done."""
+    rig, x, y = await make_with_buffers()
+    operation = rig.launch(x, y)
+    assert rig.streams[0].calls == [(rig.plan, pack(b"PP", (x, y)), operation, 1)]
+    assert (x.allocation.history.conflicts(True), x.allocation.history.conflicts(False)) == ([operation], [])
+    assert y.allocation.history.conflicts(False) == [operation]
+    assert operation.keep == ((x, y), x.allocation.lease, y.allocation.lease)
+    assert operation.deps is None
+    complete(rig)
+    assert operation.finished
+    assert operation.keep is None
+    assert y.allocation.history.conflicts(True) == []
+
+
+async def test_what_shares_a_buffer_goes_to_its_lane() -> None:
+    """Behind what is unfinished, on its lane; once that is done, wherever there is room."""
+    rig, x, y = await make_with_buffers()
+    assert [rig.launch(x, y).lane for _ in range(3)] == ["lane 0"] * 3
+    assert [call[3] for call in rig.streams[0].calls] == [1, 2, 3]
+    complete(rig)
+    assert rig.launch(x, y).lane == "lane 1"
+
+
+async def test_readers_go_round_the_lanes() -> None:
+    """Launches that only read what they share are not ordered, so they may run at the same time."""
+    rig, x, _ = await make_with_buffers()
+    assert [rig.launch(x, make_buffer(rig.owner)).lane for _ in range(3)] == ["lane 0", "lane 1", "lane 2"]
+
+
+async def test_readers_on_one_lane_are_followed_there() -> None:
+    """A write after reads on one lane goes there; after reads on two it has to wait for one of them."""
+    rig, x, y = await make_with_buffers()
+    first = rig.launch(x, y)
+    assert rig.launch(y, x).lane == first.lane
+    complete(rig)
+    readers = [rig.launch(x, make_buffer(rig.owner)) for _ in range(2)]
+    assert readers[0].lane != readers[1].lane
+    enqueued = rig.enqueued
+    assert rig.launch(y, x) is None
+    assert (rig.enqueued, x.allocation.history.conflicts(False)) == (enqueued, [])
+    rig.queues[rig.lanes.index(readers[0].lane)].slot.store(2)
+    rig.board.poll()
+    assert rig.launch(y, x) is not None
+
+
+async def test_two_buffers_in_use_on_two_lanes_are_for_the_long_path() -> None:
+    """One lane's order cannot put both first."""
+    rig, x, y = await make_with_buffers()
+    rig.launch(make_buffer(rig.owner), x)
+    rig.launch(make_buffer(rig.owner), y)
+    assert rig.launch(x, y) is None
+    assert rig.enqueued == 2
+
+
+async def test_one_buffer_twice() -> None:
+    """It is written then, and the launch does not come after itself."""
+    rig, x, _ = await make_with_buffers()
+    operation = rig.launch(x, x)
+    assert x.allocation.history.conflicts(False) == [operation]
+    second = rig.launch(x, x)
+    assert second.lane == operation.lane
+    assert x.allocation.history.conflicts(False) == [second]
+
+
+@pytest.mark.parametrize("change", ["waits", "calls", "goes piece by piece", "never ran"])
+async def test_what_a_lane_does_not_order_is_for_the_long_path(change: str) -> None:
+    """Behind what is on the host, calls, is streamed, or stands for others, Python knows what to do."""
+    rig, x, y = await make_with_buffers()
+    before: Any = Operation(asyncio.get_running_loop(), rig.owner, "before")
+    if change != "waits":
+        rig.queues[0].push(before)
+    before.calling, before.streamed = change == "calls", change == "goes piece by piece"
+    if change == "never ran":
+        before.deps = [Operation(asyncio.get_running_loop(), rig.owner, "running")]
+        before.finish()
+    y.allocation.history.record(before, True)
+    assert rig.launch(x, y) is None
+    assert rig.enqueued == 0
+    before.deps = None
+    before.finish()
+    assert rig.launch(x, y) is not None
+
+
+async def test_a_full_lane_is_waited_for() -> None:
+    """When the lane that orders it is full the launch waits on the host, although another has room."""
+    rig, x, y = await make_with_buffers(depth=2)
+    for _ in range(2):
+        rig.launch(x, y)
+    assert rig.launch(x, y) is None
+    assert rig.launch(make_buffer(rig.owner), make_buffer(rig.owner)).lane == "lane 1"
+
+
+async def test_a_lane_of_another_board_is_for_the_long_path() -> None:
+    """What is unfinished elsewhere is ordered by nothing here."""
+    rig, x, y = await make_with_buffers()
+    other = await make()
+    y.allocation.history.record(other.launch(1, 1.0), True)
+    assert rig.launch(x, y) is None
+
+
+async def test_without_program_order() -> None:
+    """With explicit ordering launches are neither ordered nor recorded, and hold their memory all the same."""
+    rig, x, y = await make_with_buffers()
+    rig.launcher.ordered = False
+    operations = [rig.launch(x, y) for _ in range(3)]
+    assert [operation.lane for operation in operations] == rig.lanes
+    assert y.allocation.history.conflicts(True) == []
+    assert operations[0].keep == ((x, y), x.allocation.lease, y.allocation.lease)
+
+
+async def test_buffers_that_are_not_as_they_should_be() -> None:
+    """A closed one, another's, one of another dtype, or none where one belongs: for the long path, which raises."""
+    rig, x, y = await make_with_buffers()
+    closed, foreign, other = make_buffer(rig.owner), make_buffer(Kernel()), make_buffer(rig.owner, dtype=np.int32)
+    closed.close()
+    wrong: list[tuple[Any, ...]] = [
+        (closed, y),
+        (x, closed),
+        (foreign, y),
+        (other, y),
+        (1, y),
+        (x, 1),
+        (x,),
+        (x, y, y),
+        (),
+    ]
+    assert [rig.launch(*args) for args in wrong] == [None] * len(wrong)
+    assert nothing_happened(rig)
+    assert rig.launch(x, other) is not None
+
+
+async def test_more_buffers_than_it_has_room_for() -> None:
+    """A launch with 33 buffers goes the long way, one with 32 does not."""
+    rig = await make()
+    buffers = tuple(make_buffer(rig.owner, 16 * number) for number in range(33))
+    for count in (33, 32):
+        rig.launcher.learn(rig.kernel, *GEOMETRY, make_site(rig.plan, b"P" * count))
+        assert (rig.launch(*buffers[:count]) is None) == (count == 33)
+    assert rig.streams[0].calls[0][1] == pack(b"P" * 32, buffers[:32])
+
+
+async def test_prepared_in_python() -> None:
+    """Without formats ``prepare`` makes what the stream takes; what it raises is raised, and nothing was done."""
+    rig, x, y = await make_with_buffers()
+
+    def prepare(arguments: tuple[Any, ...]) -> tuple[str, Any]:
+        if arguments[0] is y:
+            raise LaunchError("not this one")
+        return ("prepared", arguments)
+
+    rig.launcher.learn(rig.kernel, *GEOMETRY, make_site(rig.plan, None, prepare=prepare))
+    operation = rig.launch(x, y, "anything")
+    assert rig.streams[0].calls == [(rig.plan, ("prepared", (x, y, "anything")), operation, 1)]
+    with pytest.raises(LaunchError, match="not this one"):
+        rig.launch(y, x)
+    assert (rig.enqueued, rig.board.pushed) == (1, 1)
+    assert y.allocation.history.conflicts(True) == [operation]
+
+
+async def test_preparing_may_change_everything() -> None:
+    """What runs while the arguments are prepared counts: a submission that waits, a launch on the same buffers."""
+    rig, x, y = await make_with_buffers()
+    actions: list[Any] = []
+
+    def prepare(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if actions:
+            actions.pop()()
+        return arguments
+
+    rig.launcher.learn(rig.kernel, *GEOMETRY, make_site(rig.plan, None, prepare=prepare))
+    actions.append(lambda: setattr(rig.board, "pending", 1))
+    assert rig.launch(x, y) is None
+    assert nothing_happened(rig)
+    rig.board.pending = 0
+    inner: list[Any] = []
+    actions.append(lambda: inner.append(rig.launch(x, y)))
+    outer = rig.launch(x, y)
+    assert (inner[0].sequence, outer.sequence, inner[0].lane) == (1, 2, outer.lane)
+    assert y.allocation.history.conflicts(True) == [outer]
+
+
+async def test_a_refused_launch_hides_nobody() -> None:
+    """One that ended at once leaves what it came after; one that the engine pushed, failed, stands for it."""
+    rig, x, y = await make_with_buffers()
+    refusal = LaunchError("refused")
+    first = rig.launch(x, y)
+    rig.streams[0].refusal = refusal
+    push = [False]
+
+    def on_error(operation: Any, error: BaseException) -> None:
+        if push[0]:
+            operation.failure = error
+            rig.queues[0].push(operation)
+        else:
+            operation.finish(failure=error)
+        operation.look() if operation.finished else None
+
+    launcher = Launcher(rig.board, asyncio.get_running_loop(), rig.owner, *TYPES, print, on_error)
+    launcher.learn(rig.kernel, *GEOMETRY, make_site(rig.plan, b"PP"))
+    launcher.ready = rig.board.watched = True
+    assert launcher.launch(rig.kernel, *GEOMETRY, (x, y)).finished
+    assert y.allocation.history.conflicts(True) == [first]
+    push[0] = True
+    second = launcher.launch(rig.kernel, *GEOMETRY, (x, y))
+    assert y.allocation.history.conflicts(True) == [second]
+    assert second.lane == first.lane
+    complete(rig)
+    assert second.exception() is refusal
+
+
+async def test_buffers_are_let_go() -> None:
+    """A launch, one for the long path and one that raises leave no reference behind once they are over."""
+    rig, x, y = await make_with_buffers()
+    things = (x, y, x.allocation.history, y.allocation.history, x.allocation.lease, y.allocation.lease, rig.plan)
+    for _ in range(3):
+        before = [sys.getrefcount(thing) for thing in things]
+        assert rig.launch(x, y) is not None
+        rig.launcher.ready = False
+        assert rig.launch(x, y) is None
+        rig.launcher.ready = True
+        assert rig.launch(x, y, 1) is None
+        complete(rig)
+        for stream in rig.streams:
+            stream.calls.clear()
+        assert [sys.getrefcount(thing) for thing in things] == before

@@ -6,6 +6,7 @@ import math
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,11 +83,36 @@ def test_a_float_is_finite_or_left_alone(number: float) -> None:
         assert math.isnan(value) == math.isnan(number)
 
 
+@given(st.sampled_from("fd"), st.integers(-(2**53), 2**53))
+def test_an_integer_for_a_float_is_not_rounded(code: str, number: int) -> None:
+    """An integer that a float holds exactly is packed as that; any other is for the slow path."""
+    exact = code == "d" or abs(number) <= 2**24
+    assert pack(code.encode(), (number,)) == (expected(code, (float(number),)) if exact else None)
+
+
+NUMPY = {"f": np.float32, "d": np.float64, "i": np.int32, "I": np.uint32, "q": np.int64, "Q": np.uint64}
+
+
+@given(st.sampled_from(sorted(NUMPY)), st.binary(min_size=8, max_size=8))
+def test_a_numpy_scalar_passes_as_it_is(code: str, data: bytes) -> None:
+    """One of the format's own type keeps every bit, of a NaN as well."""
+    value = np.frombuffer(data, NUMPY[code])[0]
+    packed = pack(b"i" + code.encode(), (1, value))
+    assert packed is not None
+    assert packed[32:] == value.tobytes().ljust(16, b"\0")
+
+
 @pytest.mark.parametrize(
     ("code", "value"),
     [
         *((code, value) for code in "iIqQ" for value in (1.0, True, "1", None)),
-        *((code, value) for code in "fd" for value in (1, True, "1", None)),
+        *((code, value) for code in "fd" for value in (True, "1", None)),
+        *(("f", value) for value in (2**24 + 1, -(2**24) - 1, 2**70, np.float64(1), np.int32(1), np.longdouble(1))),
+        *(("d", value) for value in (2**53 + 1, -(2**53) - 1, 2**70, np.float32(1), np.int64(1))),
+        *(("i", value) for value in (np.int64(1), np.uint32(1), np.int16(1), np.bool_(True), np.array(1, np.int32))),
+        *(("q", value) for value in (np.longlong(1), np.uint64(1), np.float64(1))),
+        ("\0", np.int32(1)),
+        ("P", np.uint64(1)),
         ("P", 4096),
         ("P", None),
         ("x", 1),
@@ -94,7 +120,7 @@ def test_a_float_is_finite_or_left_alone(number: float) -> None:
     ],
 )
 def test_other_types_are_for_the_slow_path(code: str, value: Any) -> None:
-    """What is no exact int, float or address is left to Python, and so is an unknown format."""
+    """What is no exact int, float, NumPy scalar or address is left to Python, and so is an unknown format."""
     assert pack(code.encode(), (value,)) is None
     assert pack(b"i" + code.encode(), (1, value)) is None
 

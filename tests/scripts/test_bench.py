@@ -308,3 +308,90 @@ def test_bar_of_copies() -> None:
     rows = [{"direction": "up", "percent": 80.0}, {"direction": "down", "percent": 79.9}]
     met = [row["met"] for row in copies_report.bars(rows, copies.LEAST_PERCENT)]
     assert met == ["yes", "NO"]
+
+
+# -- bind ----------------------------------------------------------------------------------
+
+
+def test_ways_to_enqueue(tmp_path: Path) -> None:
+    """``bind`` has a row for each of ours, prints tables, and holds no bar against the host device."""
+    done = bench("bind", "--device", "host", "--smoke", "--json", "figures.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["way"] for row in figures["enqueue"]] == ["launch", "bound", "changed"]
+    assert all(0 < row["p50_us"] <= row["p90_us"] for row in figures["enqueue"])
+    assert [(row["way"], row["tasks"]) for row in figures["throughput"]] == [("launch", 512), ("bound", 512)]
+    assert all(row["awaits_per_s"] > 0 for row in figures["throughput"])
+    assert (figures["device"], figures["burst"], figures["missing"], figures["bars"]) == ("host", 64, {}, [])
+    assert "over bound" in done.stdout
+    assert "Bars" not in done.stdout
+
+
+def test_figures_alone_on_standard_output() -> None:
+    """With ``--json -`` the tables go to standard error."""
+    done = bench("bind", "--device", "host", "--smoke", "--json", "-", "--loop", "asyncio")
+    assert json.loads(done.stdout)["loop"] == "asyncio", done.stderr
+    assert "Awaits per second" in done.stderr
+
+
+@pytest.mark.usefixtures("parts")
+def test_bars_of_bound_launches(capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU's figures are held against the bars, and both are printed beside what is missing."""
+    from benchmarks import bind
+
+    ways = {"bound": 4.9, "changed": 6.1}
+    figures = {
+        "device": "cuda:0",
+        "device_name": "a GPU",
+        "loop": "uvloop",
+        "burst": 64,
+        "enqueue": [{"way": way, "p50_us": value, "p90_us": 9.0} for way, value in ways.items()],
+        "throughput": [{"way": "bound", "tasks": 512, "awaits_per_s": 150_000}],
+        "missing": {"cupy": "No module named 'cupy'"},
+    }
+    figures["bars"] = bind.bars(figures)
+    assert [row["met"] for row in figures["bars"]] == [True, False, True]
+    bind.show(figures, sys.stdout)
+    printed = capsys.readouterr().out
+    assert "changed, enqueue, us: 6.1 <= 6 NO" in printed
+    assert "cupy: No module named 'cupy'" in printed
+
+
+@pytest.mark.usefixtures("parts")
+def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that can be opened are, the others are left out with the reason."""
+    from benchmarks import bind_peers_cuda
+
+    class Present(bind_peers_cuda.Peer):
+        name = "present"
+
+        def enqueue(self) -> None:
+            pass
+
+        def synchronise(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    class Absent(Present):
+        name = "absent"
+
+        def __init__(self, *args: int) -> None:
+            raise ImportError("No module named 'absent'")
+
+    monkeypatch.setattr(bind_peers_cuda, "PEERS", (Absent, Present))
+    peers, missing = bind_peers_cuda.open_all(0, 1, 2)
+    assert [peer.way().name for peer in peers] == ["present"]
+    assert peers[0].way().burst(3) > 0
+    assert missing == {"absent": "No module named 'absent'"}
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("arch", ["sm_75", "sm_120"])
+def test_kernel_of_bound_launches_compiles(arch: str) -> None:
+    """Its CUDA code compiles, which needs no GPU."""
+    from benchmarks import bind_ways
+    from cuda.core import Program, ProgramOptions
+
+    assert Program(bind_ways.SOURCE, "c++", ProgramOptions(arch=arch)).compile("cubin").code
