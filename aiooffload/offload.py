@@ -296,7 +296,9 @@ class Offload:
                 return operation
         engine = self._open_engine()
         geometry = (grid, block, shared_bytes, cluster, cooperative)
-        return engine.submission.launch(kernel, geometry, args, Terms(after, lane, instant, timeout_s, priority, coarse))
+        return engine.submission.launch(
+            kernel, geometry, args, Terms(after, lane, instant, timeout_s, priority, coarse)
+        )
 
     def host_task(
         self, function: Callable[[], Coroutine[Any, Any, _T]], *, after: Iterable[After] = ()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import aiooffload as ao
-from aiooffload.rules.scheduler import waits_for
 from aiooffload.engine.submission import Terms
 from aiooffload.operation import Operation
+from aiooffload.rules.scheduler import waits_for
 from tests.kernels import add, turns
 from tests.reverse_kernels import ask, calling_rig, end_of
 
