@@ -237,7 +237,7 @@ class Copies:
         piece.keep = (parent.keep, lease)
         piece.add_done_callback(Operation.look)  # its failure is the copy's, told there
         self._direct(piece, target, source, nbytes)
-        self._lanes.place(piece, parent.lane)
+        self._lanes.place(piece, parent.lane, is_piece=True)
         return piece
 
     async def _pump_in(self, operation: Operation[Any], target: int, source: Bytes, result: object) -> None:

@@ -200,8 +200,8 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         elif self.dead is None:
             self.mark(operation.lane)
 
-    def _wait(self, operation: Operation[Any], lane: Lane) -> None:
-        super()._wait(operation, lane)
+    def _wait(self, operation: Operation[Any], lane: Lane, gate: Operation[Any] | None = None) -> None:
+        super()._wait(operation, lane, gate)
         self.mark(lane)  # or a lane that is full of coarse ones would never have room again
 
     # -- room ------------------------------------------------------------------------------
