@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # A command is a module with add_arguments(parser) and main(options). Until main is called it may
 # import nothing but the standard library.
-from benchmarks import completion, reverse
+from benchmarks import completion, reverse, schedule
 
 
 class Command(Protocol):
@@ -24,7 +24,7 @@ class Command(Protocol):
     def main(self, options: argparse.Namespace) -> int: ...
 
 
-COMMANDS: dict[str, Command] = {"completion": completion, "reverse": reverse}
+COMMANDS: dict[str, Command] = {"completion": completion, "reverse": reverse, "schedule": schedule}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
