@@ -706,6 +706,24 @@ def test_a_stopped_gate_orders_nothing_else() -> None:
     assert not slow.started
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_never_ran_leaves_its_place(on_host: bool) -> None:
+    """When a writer in the middle is stopped, those behind it wait for those before it, wherever these are."""
+    device = Device({0: 2}, depth=4)
+    memory = Memory()
+    first = device.submit(Op("first"), [(memory, True)], lane=device.lanes[0], awaits=int(on_host))
+    middle = device.submit(Op("middle"), [(memory, True)], awaits=1)
+    last = device.submit(Op("last"), [(memory, True)], lane=device.lanes[1])
+    device.stop(middle, Boom())
+    late = device.submit(Op("late"), [(memory, True)], lane=device.lanes[1])
+    assert (last.started, late.started) == (not on_host, not on_host)
+    assert last.waits == ([] if on_host else [first])
+    if on_host:
+        device.end_awaitable(first)
+    assert device.order == [first, last, late]
+    assert last.waits == [first]
+
+
 def test_maintenance_and_calls() -> None:
     """While a kernel that calls is on the device, a pause holds up calling launches alone, but not its own ones."""
     device = Device({0: 1}, calling=3)
