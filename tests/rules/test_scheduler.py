@@ -43,7 +43,7 @@ def needs_host(dep: Op) -> bool:
     return not dep.finished and (bool(dep.calling) or dep.on_host or dep.queue is None)
 
 
-KINDS = ["plain"] * 6 + ["streamed", "calling", "gate", "task", "refused"]
+KINDS = ["plain"] * 6 + ["streamed", "calling", "calling", "gate", "gate", "task", "refused"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -319,7 +319,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(stateful_step_count=50)
+TestScheduler.settings = settings(stateful_step_count=50, max_examples=2 * settings.default.max_examples)
 
 
 # -- many of them --------------------------------------------------------------------------
@@ -520,7 +520,8 @@ def busy(device: Device, lane: int, count: int = 1) -> list[Op]:
         pytest.param(lambda d: busy(d, 4), {0, 1, 2, 3}, id="not to a lane of another priority"),
         pytest.param(lambda d: busy(d, -1), {0, 1, 2, 3}, id="not to somebody else's stream"),
         pytest.param(lambda d: (setattr(d.lanes[1].queue, "reserved", True), busy(d, 1))[1], {0, 2, 3}, id="reserved"),
-        pytest.param(lambda d: (gated(d, 1), busy(d, 0, 2), busy(d, 2, 2), ())[3], {3}, id="not behind a gate"),
+        pytest.param(lambda d: (gated(d, 1), *(busy(d, i, 3) for i in (0, 2, 3)), [])[4], {0, 2, 3}, id="no gate"),
+        pytest.param(lambda d: (busy(d, 1), gated(d, 1))[0], {0, 2, 3}, id="nor there where it comes after something"),
     ],
 )
 def test_where_it_goes(setup: Callable[[Device], list[Op]], expected: set[int]) -> None:
@@ -529,6 +530,16 @@ def test_where_it_goes(setup: Callable[[Device], list[Op]], expected: set[int]) 
     op = device.submit(Op(), after=setup(device))
     assert op.started
     assert op.lane.index in expected
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_it_is_bound_for_no_lane_before_all_it_comes_after_are(newest_first: bool) -> None:
+    """Beside something that has no lane yet, what waits on one does not decide."""
+    device = Device({0: 2}, depth=1)
+    waiting = busy(device, 0, 2)[1]
+    held = device.submit(Op(), awaits=1)
+    after = [held, waiting][:: -1 if newest_first else 1]
+    assert device.submit(Op(), after=after).lane is None
 
 
 def gated(device: Device, lane: int) -> Op:
@@ -740,6 +751,19 @@ def test_maintenance_and_calls() -> None:
     device.settle()
     assert device.board.pending == 0
     assert len(device.order) == 5
+
+
+def test_what_comes_after_a_call_waits_until_it_is_done() -> None:
+    """That the call has started is not enough, nor that its kernel is over: its host functions may still run."""
+    device = Device({0: 1}, calling=1)
+    first, call = (device.submit(Op(calling=1)) for _ in range(2))
+    after = device.submit(Op(), after=[call])
+    for op in (first, call):
+        assert op.started
+        device.arrive(op.lane)
+        assert not after.started
+        device.end_calling(op)
+    assert after.started
 
 
 def test_free_calling_lane() -> None:
