@@ -16,6 +16,9 @@ unfinished dependencies all sit on one lane goes there, and any other to the lea
 priority. What only the host can wait for (a host task, a gate, a launch whose kernel calls) holds
 what comes after it on the host.
 
+Whatever waits, waits for something submitted before it, or for the device: so nothing waits in a circle.
+To that end what was submitted before a gate goes ahead of it, however late it comes to the lane.
+
 The first lanes take any operation of the ordinary priority; then come those of other priorities,
 and those with a purpose of their own: calling lanes, the lanes of mapped arguments, and streams of
 somebody else.

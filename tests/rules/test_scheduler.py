@@ -802,25 +802,19 @@ def test_an_interrupt_loses_nothing() -> None:
     assert all(isinstance(op.failure, DependencyError) for op in (ops[1], *others))
 
 
-def test_one_ready_is_not_on_its_lane_yet() -> None:
+def test_what_was_released_is_not_on_its_lane_yet() -> None:
     """A host task that runs at once may submit something after what was released with it: that comes after it."""
     device = Device({0: 1}, depth=4)
-    gate = device.submit(Op("first"), awaits=1)
     memory, made = Memory(), []
-    task = Op(on_host=True, name="task")
-    device.submit(task, after=[gate])
-    behind = device.submit(Op("behind"), [(memory, True)], after=[task], lane=device.lanes[0])
-    other = device.submit(Op("other", on_host=True), after=[task])
-    inner = device.on_host[other]
-
-    def start() -> None:
-        made.append(device.submit(Op("made"), [(memory, True)], lane=device.lanes[0]))
-        inner()
-
-    device.on_host[other] = start
-    device.end_awaitable(gate)
-    device.settle()
-    assert device.order.index(behind) < device.order.index(made[0])
+    first = device.submit(Op("first", on_host=True), awaits=1)
+    device.on_host[first] = lambda: device.end_on_host(first)
+    task = device.submit(Op("task", on_host=True), awaits=1)
+    task.awaits = 0
+    device.on_host[task] = lambda: made.append(device.submit(Op("made"), [(memory, True)], lane=device.lanes[0]))
+    first.followers = [task]  # as if it held it, before anything else
+    behind = device.submit(Op("behind"), [(memory, True)], after=[first], lane=device.lanes[0])
+    device.end_awaitable(first)
+    assert device.order == [behind, *made]
 
 
 def test_failure_of_a_dependency() -> None:
