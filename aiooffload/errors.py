@@ -59,6 +59,9 @@ class WouldBlock(OffloadError):
 class DependencyError(OffloadError):
     """An operation named in ``after`` failed, so this one never started. The failure is the cause."""
 
+    # Where a chain of them began. Kept, since following the causes of each would make a long chain quadratic.
+    root: BaseException | None = None
+
 
 class DriverError(OffloadError):
     """The driver refused a call or failed.

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # A command is a module with add_arguments(parser) and main(options). Until main is called it may
 # import nothing but the standard library.
-from benchmarks import bind, completion, copies, graph, reverse
+from benchmarks import bind, completion, copies, graph, reverse, schedule
 
 
 class Command(Protocol):
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "bind": bind,
     "copies": copies,
     "graph": graph,
+    "schedule": schedule,
 }
 
 

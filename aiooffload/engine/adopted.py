@@ -129,7 +129,7 @@ class Adoptions:
         lane = AdoptedLane(index, stream, queue, self._device.create_event(), self._release, owner)
         queue.attach(stream, lane)
         self._lanes.lanes[index : index + 1] = [lane]  # in the old one's place, or behind all others
-        self._lanes.adopted[lane] = None
+        self._lanes.adopted.add(lane)
         return lane
 
     def _release(self, lane: AdoptedLane) -> None:
@@ -141,5 +141,5 @@ class Adoptions:
             return
         del self._uses[lane.handle]
         self._lanes.mark(lane)
-        del self._lanes.adopted[lane]
+        self._lanes.adopted.remove(lane)
         self._released.append(lane)

@@ -336,7 +336,7 @@ class Copies:
         piece.keep = (parent.keep, lease)
         piece.add_done_callback(Operation.look)  # its failure is the copy's, told there
         piece.steps = _together(calls)
-        self._lanes.place(piece, parent.lane)
+        self._lanes.place(piece, parent.lane, is_piece=True)
         return piece
 
     async def _pass(

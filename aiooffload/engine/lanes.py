@@ -123,6 +123,8 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         self._completion = completion
         self._rooms: deque[asyncio.Future[None]] = deque()
         self._lessees: list[asyncio.Future[None]] = []
+        # Those of them that were told and have not run yet: each may take one place.
+        self._told: set[asyncio.Future[None]] = set()
 
     # -- carrying out ----------------------------------------------------------------------
 
@@ -225,8 +227,8 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         elif self.dead is None:
             self.mark(operation.lane)
 
-    def _wait(self, operation: Operation[Any], lane: Lane) -> None:
-        super()._wait(operation, lane)
+    def _wait(self, operation: Operation[Any], lane: Lane, gate: Operation[Any] | None = None) -> None:
+        super()._wait(operation, lane, gate)
         self.mark(lane)  # or a lane that is full of coarse ones would never have room again
 
     # -- leases ----------------------------------------------------------------------------
@@ -261,13 +263,21 @@ class Lanes(Scheduler[Operation[Any], Lane]):
 
     async def room(self) -> None:
         """Wait until one more operation may wait on the host."""
+        loop = asyncio.get_running_loop()
         while self._board.pending >= self.max_pending:
-            future = asyncio.get_running_loop().create_future()
+            future = loop.create_future()
             self._rooms.append(future)
-            await future
+            try:
+                await future
+            finally:
+                future.cancel()
+                self._told.discard(future)
+                if not loop.is_closed():
+                    loop.call_soon(self._on_room)  # for the next one, in case this one leaves its place
 
     def _on_room(self) -> None:
-        while self._rooms and self._board.pending < self.max_pending:
+        while self._rooms and self._board.pending + len(self._told) < self.max_pending:
             future = self._rooms.popleft()
             if not future.done():
+                self._told.add(future)
                 future.set_result(None)

@@ -18,6 +18,9 @@ lane that holds all dependencies, if there is one. One without goes to the least
 priority. What only the host can wait for (a host task, a gate, a launch whose kernel calls) holds
 what comes after it on the host.
 
+Whatever waits, waits for something submitted before it, or for the device: so nothing waits in a circle.
+To that end what was submitted before a gate goes ahead of it, however late it comes to the lane.
+
 The first lanes take any operation of the ordinary priority; then come those of other priorities,
 and those with a purpose of their own: calling lanes, the lanes of mapped arguments, and streams of
 somebody else.
@@ -133,7 +136,7 @@ _AWAITS: Final = "it comes after something that only the host can wait for"
 class Line(Generic[_W]):
     """A lane: what it has on the device, and what waits for it."""
 
-    __slots__ = ("adopted", "index", "priority", "queue", "waiting")
+    __slots__ = ("adopted", "ahead", "index", "priority", "queue", "waiting")
 
     def __init__(self, index: int, queue: Queue, priority: int = 0, adopted: bool = False) -> None:
         self.index: Final = index
@@ -144,6 +147,18 @@ class Line(Generic[_W]):
         # In submission order; the first is not finished, and waits because the queue is full, a
         # barrier is up, or it is a gate.
         self.waiting: deque[_W] = deque()
+        # For each gate among them its number, and what was submitted before it and arrived behind it: that
+        # goes ahead of it, or a gate that comes after something held for this lane would keep it away for ever.
+        self.ahead: dict[_W, tuple[int, deque[_W]]] = {}
+
+    def first(self) -> deque[_W]:
+        """Return what the next one is the first of."""
+        _, ahead = self.ahead.get(self.waiting[0], (0, None))
+        return ahead or self.waiting
+
+    def gate_after(self, gates: int) -> _W | None:
+        """Return the first gate that waits and is none of the first ``gates``."""
+        return next((gate for gate, (number, _) in self.ahead.items() if number > gates and not gate.finished), None)
 
     def drop_finished(self) -> None:
         """Drop what was stopped while it waited, from both ends.
@@ -151,10 +166,18 @@ class Line(Generic[_W]):
         What is stopped in the middle stays until flush() gets there: a search for each would make
         stopping ten thousand quadratic.
         """
-        while self.waiting and self.waiting[0].finished:
-            self.waiting.popleft()
-        while self.waiting and self.waiting[-1].finished:
-            self.waiting.pop()
+        while self.waiting and self._is_over(self.waiting[0]):
+            self.ahead.pop(self.waiting.popleft(), None)
+        while self.waiting and self._is_over(self.waiting[-1]):
+            self.ahead.pop(self.waiting.pop(), None)
+
+    def _is_over(self, operation: _W) -> bool:
+        if not operation.finished:
+            return False
+        _, ahead = self.ahead.get(operation, (0, None))
+        while ahead and ahead[0].finished:
+            ahead.popleft()
+        return not ahead
 
 
 _L = TypeVar("_L", bound=Line[Any])
@@ -170,8 +193,7 @@ class Scheduler(Generic[_W, _L]):
     lanes
         All lanes, by index; more may be appended.
     groups
-        By priority: the range of indices of the lanes that take any operation of that priority. Together
-        they are the first lanes.
+        By priority: the range of indices of the lanes that take any operation of that priority.
     max_pending
         How many operations may wait on the host.
     """
@@ -180,29 +202,38 @@ class Scheduler(Generic[_W, _L]):
         self._board = board
         self.lanes: Final = lanes
         self.groups: Final = groups
-        self._open: Final = max(last for _, last in groups.values())
         # Lanes for launches whose kernels call, and streams of somebody else's, among `lanes`.
         self.calling: list[_L] = []
-        self.adopted: dict[Line[_W], None] = {}
+        self.adopted: set[_L] = set()
         # Barriers that were asked for: no launch that calls starts while there is one, except those of
         # host functions. Once no such launch is on the device, `board.paused` holds up all others, too.
         self.pauses = 0
         self.max_pending: Final = max_pending
-        self.held: dict[_W, None] = {}
+        # With those that nothing holds any more, until they start. Each with how many gates there were before it.
+        self.held: dict[_W, int] = {}
+        self._gates = 0
         # Operations that use no lane and have not started, each with what starts it.
         self.on_host: dict[_W, Callable[[], None]] = {}
         # board.pending counts the held and the waiting ones, board.paused the barriers up; they
         # live there because the launch path looks at them.
-        # Released and not started yet; emptied before release() returns to whoever is outermost.
+        # What nothing holds any more, gates on their lanes among it; emptied before release() returns
+        # to whoever is outermost. What was stopped meanwhile stays in it.
         self._ready: deque[_W] = deque()
         self._starting = False
+        # Lanes on which something waits, so that progress need not look at every stream of somebody else's.
+        self._crowded: dict[_L, None] = {}
+        # What _start() is putting together: it may run a program's code, which may stop that very operation.
+        self._entering: _W | None = None
         # Set by abandon(): what everything ends with from then on.
         self.dead: BaseException | None = None
 
     # -- what a subclass carries out -------------------------------------------------------
 
     def _start(self, operation: _W, lane: _L, waits: list[_W]) -> None:
-        """Put it on the device behind ``waits``, which are there, on other lanes. A failure is the operation's."""
+        """Put it on the device behind ``waits``, which are there, on other lanes.
+
+        What the driver refuses fails the operation. Only what is no Exception is raised, after that.
+        """
         raise NotImplementedError
 
     def _on_room(self) -> None:
@@ -240,10 +271,11 @@ class Scheduler(Generic[_W, _L]):
         """Return why it would wait on the host, None if it would not."""
         if operation.streamed:
             return "it goes piece by piece"
-        waiting = next((dep for dep in deps if needs_host(dep)), None)
+        on_host = operation in self.on_host
+        waiting = next((dep for dep in deps if needs_host(dep) or (on_host and not dep.finished)), None)
         if waiting is not None:
             return f"it comes after {waiting!r}, which only the host can wait for"
-        if operation in self.on_host:
+        if on_host:
             return None
         if self._is_paused(operation):
             return "maintenance is going on, or an operation is being put together"
@@ -262,101 +294,142 @@ class Scheduler(Generic[_W, _L]):
                 there = ", ".join(map(str, sorted(self.groups)))
                 raise UsageError(f"there are no lanes of priority {priority!r}; there are: {there}")
             return priority
-        if not (any(lane is one for one in self.calling) if operation.calling else self._may_be_named(lane)):
+        if not self._may_name(operation, lane):
             raise UsageError(f"{lane!r} is not a lane of this Offload: take one of off.lanes")
         return lane.priority
 
-    def _may_be_named(self, lane: object) -> bool:
-        if not isinstance(lane, Line):
+    def _may_name(self, operation: _W, lane: object) -> bool:
+        if not isinstance(lane, Line):  # whatever a program passed
             return False
-        return lane in self.adopted or (lane.index < self._open and self.lanes[lane.index] is lane)
+        if operation.calling:
+            return any(lane is one for one in self.calling)
+        if lane.adopted:
+            return lane in self.adopted
+        first, last = self.groups.get(lane.priority, (0, 0))
+        return first <= lane.index < last and lane is self.lanes[lane.index]
 
     @property
     def open(self) -> list[_L]:
         """The lanes that take any operation."""
-        return self.lanes[: self._open]
+        return [lane for first, last in self.groups.values() for lane in self.lanes[first:last]]
 
     def free_calling_lane(self) -> _L | None:
         """Return a calling lane on which nothing runs or waits, None if there is none."""
         return next((lane for lane in self.calling if not lane.waiting and not lane.queue.in_flight), None)
 
-    def place(self, operation: _W, lane: _L | None) -> None:
+    def place(self, operation: _W, lane: _L | None, is_piece: bool = False) -> None:
         """Send ``operation`` to the device, or keep it on the host until it can go.
 
-        ``operation.deps`` holds what must come before it, ``holds`` what else keeps it.
+        ``operation.deps`` holds what must come before it, ``holds`` what else keeps it. ``is_piece``: it
+        belongs to something streamed that has started on ``lane``, and so came before every gate that waits.
         """
         if self.dead is not None:
             self.on_host.pop(operation, None)
             operation.finish(failure=self.dead)
             return
         operation.lane = lane
-        for dep in operation.deps or ():
-            if operation in self.on_host:
-                self._hold_until_done(operation, dep)
-            else:
-                self._hold_behind(operation, dep)
+        on_host = operation in self.on_host
+        if operation.deps and on_host:
+            self._hold_until_done(operation, operation.deps)
+        elif operation.deps:
+            self._hold_behind(operation, operation.deps)
         if operation.gate and operation.holds:
             assert lane is not None
             self._wait(operation, lane)
-        elif operation.holds:
-            self.held[operation] = None
+        elif operation.holds or on_host:
+            self.held[operation] = self._gates
             self._board.pending += 1
-        elif operation in self.on_host:
-            self._ready.append(operation)
-            self._start_ready()
+            if not operation.holds:
+                self._ready.append(operation)
+                self._start_ready()
         else:
-            self._to_lane(operation, operation.lane or self._choose(operation, operation.deps or ()))
+            self._to_lane(operation, self._choose(operation, operation.deps or ()), 0 if is_piece else self._gates)
 
-    def _hold_until_done(self, operation: _W, dep: _W) -> None:
-        """Hold ``operation``, which runs on the host, until ``dep`` is done, not only on the device."""
-        operation.holds += 1
-        dep.add_done_callback(lambda _: self.release(operation))
+    def _hold_until_done(self, operation: _W, deps: Iterable[_W]) -> None:
+        """Hold ``operation``, which runs on the host, until ``deps`` are done, not only on the device."""
+        for dep in deps:
+            operation.holds += 1
+            dep.add_done_callback(lambda _: self.release(operation))
 
-    def _hold_behind(self, operation: _W, dep: _W) -> None:
-        """Hold ``operation`` until ``dep`` is on the device (done, if it calls), unless a lane's order is enough."""
-        if needs_host(dep) and not self._same_queue(dep, operation):
+    def _hold_behind(self, operation: _W, deps: Iterable[_W]) -> None:
+        """Hold ``operation`` until ``deps`` are on the device (done, if one calls), unless a lane's order is enough."""
+        lane = operation.lane or self._home(operation, operation.deps or ())
+        for dep in deps:
+            if not needs_host(dep):
+                continue
+            if lane is not None and self._is_in_order(dep, operation, lane):
+                operation.lane = lane
+                continue
             operation.holds += 1
             if dep.followers is None:
                 dep.followers = []
             dep.followers.append(operation)
 
-    def _same_queue(self, dep: _W, operation: _W) -> bool:
-        """Whether the order of one lane's waiting operations is enough to put ``dep`` first."""
-        lane = dep.lane
-        if lane is None or dep.streamed or dep.calling or operation.calling or dep in self.held:
+    def _is_in_order(self, dep: _W, operation: _W, lane: _L) -> bool:
+        """Whether ``dep`` waits on ``lane``, and the order there puts it first."""
+        if dep.lane is not lane or dep.streamed or dep.calling or operation.calling:
             return False
-        together = all(other.lane is lane for other in operation.deps or () if not other.finished)
-        if operation.lane is None and together and self._joins(operation, lane):
-            operation.lane = lane
-        return operation.lane is lane
+        return dep not in self.held
 
     def _joins(self, operation: _W, lane: _L) -> bool:
-        """Whether ``operation``, which names no lane, may go to ``lane``."""
+        """Whether ``operation``, which names no lane, may go to ``lane``: no gate there is to keep it away."""
         first, last = self.groups.get(operation.priority, (0, 0))
-        return first <= lane.index < last and not lane.queue.reserved
+        return first <= lane.index < last and not lane.queue.reserved and not lane.ahead
+
+    def _home(self, operation: _W, deps: Iterable[_W]) -> _L | None:
+        """The lane on which all unfinished dependencies sit, if it is one and ``operation`` may go there."""
+        if operation.calling:
+            return None
+        home: _L | None = None
+        for dep in deps:
+            if dep.finished:
+                continue
+            if dep.lane is None or (home is not None and dep.lane is not home):
+                return None
+            home = dep.lane
+        return home if home is not None and self._joins(operation, home) else None
 
     def _choose(self, operation: _W, deps: Iterable[_W]) -> _L:
-        """Return the lane for an operation that names none."""
+        """Return the lane for an operation: the one it names, or that was found for it, else the best."""
+        if operation.lane is not None:
+            chosen: _L = operation.lane
+            return chosen
         if operation.calling:
             first = self.calling[0].index
             return self.lanes[self._board.pick(first, first + len(self.calling))]
-        group = self.groups[operation.priority]
+        first, last = self.groups[operation.priority]
         ahead = [dep for dep in deps if not dep.finished]
-        return self.lanes[self._board.pick_after(*group, ahead) if ahead else self._board.pick(*group)]
+        picked = self.lanes[self._board.pick_after(first, last, ahead) if ahead else self._board.pick(first, last)]
+        if picked.ahead:
+            others = [lane for lane in self.lanes[first:last] if self._joins(operation, lane)]
+            picked = min(others, key=lambda lane: lane.queue.in_flight + lane.queue.load, default=picked)
+        return picked
 
     def _is_paused(self, operation: _W) -> bool:
         """Whether maintenance keeps it on the host; a host function's launch it has to wait for."""
         return bool(self.pauses if operation.calling == 1 else self._board.paused)
 
-    def _to_lane(self, operation: _W, lane: _L) -> None:
+    def _to_lane(self, operation: _W, lane: _L, gates: int) -> None:
+        """Start it, or let it wait on ``lane``, behind none but the first ``gates`` gates."""
         operation.lane = lane
-        if lane.waiting or self._is_paused(operation) or lane.queue.in_flight >= lane.queue.depth:
-            self._wait(operation, lane)
-        else:
+        if not (lane.waiting or self._is_paused(operation) or lane.queue.in_flight >= lane.queue.depth):
             self._enqueue(operation, lane)
+            return
+        gate = lane.gate_after(gates)
+        self._wait(operation, lane, gate)
+        if gate is not None:
+            self._flush_lane(lane)
 
-    def _wait(self, operation: _W, lane: _L) -> None:
-        lane.waiting.append(operation)
+    def _wait(self, operation: _W, lane: _L, gate: _W | None = None) -> None:
+        """Let it wait on ``lane``, behind all others or ahead of ``gate``."""
+        if gate is None:
+            lane.waiting.append(operation)
+        else:
+            lane.ahead[gate][1].append(operation)
+        if operation.gate:
+            self._gates += 1
+            lane.ahead[operation] = self._gates, deque()
+        self._crowded[lane] = None
         lane.queue.load += 1
         self._board.pending += 1
 
@@ -366,46 +439,51 @@ class Scheduler(Generic[_W, _L]):
         if failure is not None:
             self._finish_unstarted(operation, failure)
             return
-        self._start(operation, lane, [dep for dep in unfinished(operation.deps or ()) if dep.lane is not lane])
-        if operation.finished or (operation.queue is not None and not operation.calling):
-            self.release_followers(operation)
+        waits = [dep for dep in unfinished(operation.deps) if dep.lane is not lane] if operation.deps else []
+        outer, self._entering = self._entering, operation
+        try:
+            self._start(operation, lane, waits)
+        finally:
+            self._entering = outer
+            if operation.finished or (operation.queue is not None and not operation.calling):
+                self.release_followers(operation)
 
     # -- progress --------------------------------------------------------------------------
 
     def release(self, operation: _W) -> None:
         """One thing that held ``operation`` on the host is over."""
+        self._let_go(operation)
+        self._start_ready()
+
+    def _let_go(self, operation: _W) -> None:
         operation.holds -= 1
-        if operation.holds:
-            return
-        if operation in self.held:
-            del self.held[operation]
-            self._board.pending -= 1
+        if not operation.holds and not operation.finished and operation.queue is None:
             self._ready.append(operation)
-            self._start_ready()
-        elif operation.gate and not operation.finished and operation.queue is None:
-            self._flush_lane(operation.lane)
-            self._on_room()
 
     def _start_ready(self) -> None:
         """Send what nothing holds any more; starting one may release the next, in a chain of any length."""
-        if self._starting:
+        if self._starting or not self._ready:
             return
         self._starting = True
         try:
             while self._ready:
                 operation = self._ready.popleft()
-                if operation.finished:
-                    continue
-                start = self.on_host.pop(operation, None)
-                if operation.stop is not None:
-                    self._finish_unstarted(operation, operation.stop)
-                elif start is not None:
-                    start()
-                else:
-                    self._to_lane(operation, operation.lane or self._choose(operation, operation.deps or ()))
+                gates = self.held.pop(operation, None)
+                if gates is not None:
+                    self._board.pending -= 1
+                    self._start_released(operation, gates)
+                elif operation.gate and not operation.finished:
+                    self._flush_lane(operation.lane)
         finally:
             self._starting = False
         self._on_room()
+
+    def _start_released(self, operation: _W, gates: int) -> None:
+        start = self.on_host.pop(operation, None)
+        if start is not None:
+            start()
+        else:
+            self._to_lane(operation, self._choose(operation, operation.deps or ()), gates)
 
     def release_followers(self, operation: _W) -> None:
         """``operation`` is on the device or done: what was held for it may go."""
@@ -413,43 +491,50 @@ class Scheduler(Generic[_W, _L]):
         # One that never ran leaves what it had to come after to those who came after it.
         inherited = operation.deps if operation.finished else None
         for follower in followers or ():
-            for dep in inherited or ():
-                if follower.deps is not None and dep not in follower.deps:
-                    follower.deps.append(dep)
-                    self._hold_behind(follower, dep)
-            self.release(follower)
+            if inherited and follower.deps is not None:
+                known = set(follower.deps)
+                new = [dep for dep in inherited if dep not in known]
+                follower.deps += new
+                self._hold_behind(follower, new)
+            self._let_go(follower)
+        self._start_ready()
 
     def flush(self) -> None:
         """Send what fits; called after every progress while something is pending."""
-        for lane in self.lanes:
-            if lane.waiting:
-                self._flush_lane(lane)
+        self._start_ready()  # only what an interrupt left behind
+        for lane in list(self._crowded):
+            self._flush_lane(lane)
         self._on_room()
 
     def _flush_lane(self, lane: _L) -> None:
         while lane.waiting and lane.queue.in_flight < lane.queue.depth and not self._board.paused:
-            operation = lane.waiting[0]
+            waiting = lane.first()
+            operation = waiting[0]
             if self.dead is not None or ((self._is_paused(operation) or operation.holds) and not operation.finished):
                 break
-            lane.waiting.popleft()
+            waiting.popleft()
+            if operation.gate:
+                lane.ahead.pop(operation, None)
             if operation.finished:  # stopped while it waited, and counted then
                 continue
             lane.queue.load -= 1
             self._board.pending -= 1
             self._enqueue(operation, lane)
+        if not lane.waiting:
+            self._crowded.pop(lane, None)
 
     # -- stopping --------------------------------------------------------------------------
 
     def stop(self, operation: _W, failure: BaseException) -> None:
         """End ``operation`` with ``failure`` if it is still on the host."""
         operation.stop = failure
-        if operation.finished or operation.queue is not None:
+        if operation.finished or operation.queue is not None or operation is self._entering:
             return
         if operation in self.held:
             del self.held[operation]
             self.on_host.pop(operation, None)
-        elif operation in self._ready or operation.lane is None or (operation.streamed and operation.steps is None):
-            return  # about to start, or going piece by piece: whoever does that sees `stop`
+        elif operation.lane is None or (operation.streamed and operation.steps is None):
+            return  # in the hands of the host, or going piece by piece: whoever does that sees `stop`
         else:
             operation.lane.queue.load -= 1
         self._board.pending -= 1
@@ -460,7 +545,8 @@ class Scheduler(Generic[_W, _L]):
                 self._flush_lane(operation.lane)
 
     def _finish_unstarted(self, operation: _W, failure: BaseException) -> None:
-        operation.deps = unfinished(operation.deps or ()) or None
+        # A gate orders its lane alone: what comes after it by name fails, and nothing else does.
+        operation.deps = None if operation.gate else (unfinished(operation.deps or ()) or None)
         for dep in operation.deps or ():  # it stands for them in histories, which hold it weakly
             dep.keep = (dep.keep, operation)
         operation.prepared = operation.steps = None
@@ -472,12 +558,15 @@ class Scheduler(Generic[_W, _L]):
     def abandon(self, failure: BaseException) -> list[_W]:
         """Fail everything on the host, because the device is gone; returns it."""
         self.dead = failure
-        waiting = [*self.held, *self._ready, *(operation for lane in self.lanes for operation in lane.waiting)]
+        ahead = [operation for lane in self.lanes for _, ahead in lane.ahead.values() for operation in ahead]
+        waiting = [*self.held, *ahead, *(operation for lane in self.lanes for operation in lane.waiting)]
         self.held.clear()
         self.on_host.clear()
         self._ready.clear()
+        self._crowded.clear()
         for lane in self.lanes:
             lane.waiting.clear()
+            lane.ahead.clear()
             lane.queue.load = 0
         self._board.pending = 0
         for operation in waiting:
@@ -514,9 +603,8 @@ def dependency_failure(operation: Work) -> DependencyError | None:
 
 def dependency_error(what: str, cause: BaseException) -> DependencyError:
     """Return the failure of an operation that did not start because ``what`` failed."""
-    root = cause
-    while isinstance(root, DependencyError) and root.__cause__ is not None:
-        root = root.__cause__
+    root = (cause.root if isinstance(cause, DependencyError) else None) or cause
     error = DependencyError(f"{what} failed: {root!r}")
     error.__cause__ = cause
+    error.root = root
     return error

@@ -554,6 +554,48 @@ async def test_room_when_what_waits_is_cancelled(device_label: str) -> None:
         await op
 
 
+async def test_room_wakes_as_many_as_there_is_room_for() -> None:
+    """One that goes lets one in, the longest waiting; not all of a thousand, to find the place taken."""
+    async with rig(lanes=1, lane_depth=1, max_pending=4) as r:
+        await r.hold()
+        waiting, entered = [r.launch(nothing) for _ in range(4)], []
+
+        async def enter(number: int) -> None:
+            await r.off.room()
+            entered.append(number)
+            waiting.append(r.launch(nothing))  # raises WouldBlock if it was woken for nothing
+
+        tasks = [asyncio.ensure_future(enter(i)) for i in range(1000)]
+        await turns()
+        queued = list(r.off._open_engine().lanes._rooms)
+        for count in (1, 3):
+            for _ in range(count):
+                waiting.pop(0).cancel()
+            await turns()
+        assert entered == [0, 1, 2, 3]
+        assert list(r.off._open_engine().lanes._rooms) == queued[4:]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        r.open_all()
+
+
+@pytest.mark.parametrize("how", ["leaves", "is cancelled"])
+async def test_room_is_passed_on(how: str) -> None:
+    """Who was let in and does not use the place leaves it to the next."""
+    async with rig(lanes=1, lane_depth=1, max_pending=1) as r:
+        await r.hold()
+        waiting = r.launch(nothing)
+        waits = [asyncio.ensure_future(r.off.room()) for _ in range(5)]
+        await turns()
+        waiting.cancel()
+        if how == "is cancelled":
+            waits[0].cancel()
+        await asyncio.wait(waits, timeout=5)
+        assert all(wait.done() for wait in waits)
+        r.open_all()
+
+
 async def test_room_at_once(device_label: str) -> None:
     """With nothing waiting, room() returns without yielding."""
     async with rig(device_label) as r:

@@ -395,3 +395,20 @@ def test_kernel_of_bound_launches_compiles(arch: str) -> None:
     from cuda.core import Program, ProgramOptions
 
     assert Program(bind_ways.SOURCE, "c++", ProgramOptions(arch=arch)).compile("cubin").code
+
+
+# -- schedule ------------------------------------------------------------------------------
+
+
+def test_scheduling_is_measured() -> None:
+    """``schedule`` has a figure for each number of others and where they are, and says whether the bar is met."""
+    done = bench("schedule", "--smoke", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert [(row["where"], row["pending"]) for row in figures["rows"]] == [
+        (where, pending) for where in ("waiting", "held") for pending in (100, 10_000)
+    ]
+    assert all(row["ns_per_operation"] > 0 for row in figures["rows"])
+    assert set(figures["ratios"]) == {"waiting", "held"}
+    assert figures["met"] is (max(figures["ratios"].values()) <= figures["bar"] == 2)
+    assert "bar: 2x: " in done.stderr
