@@ -393,7 +393,10 @@ class Buffer:
             whole = self.allocation.host_array
             if whole is None:
                 raise UsageError("the host cannot reach the memory of this buffer: use off.get")
-            self._view = np.ndarray(self.shape, self.dtype, whole, self.offset, self.strides)
+            if self.nbytes:
+                self._view = np.ndarray(self.shape, self.dtype, whole, self.offset, self.strides)
+            else:  # NumPy holds the strides of nothing against the memory, too
+                self._view = np.empty(self.shape, self.dtype)
             self._view_read_only = self._view.view()
             self._view_read_only.flags.writeable = False
         view = self._view_read_only if read_only else self._view

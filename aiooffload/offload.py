@@ -550,16 +550,18 @@ class Offload:
         priority
             Of the lane.
 
+        Raises
+        ------
+        UsageError
+            There is only one lane of that priority, or none.
+        ClosedError
+            The Offload was closed meanwhile.
+
         Notes
         -----
         While it is leased, only operations that name it go there; those that name none use the others.
         What is on the lane already, and what is left there at the end, completes as usual. One lane of
         each priority stays with all others, so a lease waits while no second one is free.
-
-        Raises
-        ------
-        UsageError
-            There is only one lane of that priority, or none.
         """
         engine = self._open_engine()
         engine.check_open()
