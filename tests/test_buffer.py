@@ -262,7 +262,7 @@ async def test_pointer_is_read_and_written(device_label: str) -> None:
         owner, address = await owned(r, 12)
         rows = ao.Buffer.from_pointer(address + 8, 80, owner, shape=(3, 4), dtype=np.float32, strides=(32, 4))
         x = await r.off.put(np.arange(4, dtype=np.float32))
-        await r.launch(saxpy, 2.0, x, rows[1], 4)
+        await r.off.launch(saxpy, grid=1, block=32, args=(2.0, x, rows[1], 4))
         expected = np.zeros((3, 8), np.float32)
         expected[1, :4] = 2 * np.arange(4)
         assert np.array_equal(await r.off.get(rows), expected[:, :4])

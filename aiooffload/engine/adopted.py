@@ -95,8 +95,9 @@ class Adoptions:
         self._bell: Final = bell
         self._word: Final = word
         self._depth: Final = depth
-        # By handle: the lane, and how often it was adopted and not released.
-        self._uses: dict[int, tuple[AdoptedLane, int]] = {}
+        # By handle, of which a default stream may have two; and how often each was adopted and not released.
+        self._known: dict[int, AdoptedLane] = {}
+        self._uses: dict[AdoptedLane, int] = {}
         # Those whose queue is taken for the next adoption, once nothing on it is in flight.
         self._released: list[AdoptedLane] = []
 
@@ -109,15 +110,19 @@ class Adoptions:
         ours = next((lane for lane in self._lanes.open if lane.handle == handle), None)
         if ours is not None:
             return ours
-        if handle not in self._uses:
-            self._uses[handle] = (self._make(handle, (stream, owner)), 0)
-        known, uses = self._uses[handle]
-        self._uses[handle] = (known, uses + 1)
-        return known
+        lane = self._known.get(handle)
+        if lane is None:
+            lane = self._make(handle, (stream, owner))
+            self._known[handle] = self._known[lane.handle] = lane
+        self._uses[lane] = self._uses.get(lane, 0) + 1
+        return lane
 
     def _make(self, handle: int, owner: object) -> AdoptedLane:
         stream = self._device.adopt_stream(handle)
         check_stream(stream)
+        same = self._known.get(stream.handle)
+        if same is not None:
+            return same
         old = next((lane for lane in self._released if not lane.queue.in_flight), None)
         if old is not None:
             self._released.remove(old)
@@ -135,11 +140,11 @@ class Adoptions:
     def _release(self, lane: AdoptedLane) -> None:
         if lane not in self._lanes.adopted:
             raise UsageError(f"{lane!r} was released already")
-        _, uses = self._uses[lane.handle]
-        if uses > 1:
-            self._uses[lane.handle] = (lane, uses - 1)
+        self._uses[lane] -= 1
+        if self._uses[lane]:
             return
-        del self._uses[lane.handle]
+        del self._uses[lane]
+        self._known = {handle: known for handle, known in self._known.items() if known is not lane}
         self._lanes.mark(lane)
         self._lanes.adopted.remove(lane)
         self._released.append(lane)

@@ -9,7 +9,7 @@ A random graph of 1,000 kernels, each of which comes after up to two of all earl
 What bounds it is the longest path through the graph, the work of each lane, or what it takes to enqueue
 1,000 kernels that wait for nothing, whichever is longest.
 
-The second part has one task await empty kernels, while another submits kernels of 20 us as fast as it
+The second part has one task await empty kernels, while another submits kernels of 1 ms as fast as it
 can: with a lane leased, with lanes of a priority of its own, and on the lanes of everybody.
 """
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import aiooffload as ao
 
 LANES = 16
+FLOOD_NS = 1_000_000
+"""Longer than it takes to submit them, by far: else they would not pile up."""
 DURATIONS_US = (400, 20)
 PATHS = ("alone", "leased lane", "priority", "no lane of its own")
 BOUND_BAR, CALLBACK_BAR = 1.2, 3.0
@@ -285,7 +287,7 @@ async def submit_until(off: ao.Offload, stop: asyncio.Event) -> None:
     while not stop.is_set():
         try:
             for _ in range(16):
-                off.launch(spin, grid=1, block=1, args=(20_000,))
+                off.launch(spin, grid=1, block=1, args=(FLOOD_NS,))
         except ao.WouldBlock:
             await off.room()
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import aiooffload as ao
+from aiooffload.drivers.host import HostDevice
 from aiooffload.engine.adopted import handle_of
 from tests.kernels import Rig, add, hold_write, nothing, rig, turns, until
 
@@ -84,6 +85,31 @@ async def test_adopting_twice_is_one_lane(device_label: str) -> None:
             r.launch(nothing, lane=lane)
         with pytest.raises(ao.UsageError, match="released already"):
             lane.release()
+
+
+class Aliased(HostDevice):
+    """A device whose first stream has the handle 0 as well, as a GPU's default stream has."""
+
+    first = 0
+
+    def adopt_stream(self, handle: int) -> Any:
+        return super().adopt_stream(handle or self.first)
+
+
+async def test_stream_of_two_handles_is_one_lane() -> None:
+    """Whichever of its handles comes first, the other one finds the same lane, until both uses are over."""
+    async with rig("host", lanes=1) as other:
+        device = Aliased()
+        device.first = other.off.lanes[0].handle
+        async with rig(device, lanes=1) as r:
+            for handles in ((0, device.first), (device.first, 0)):
+                lanes = [r.off.adopt(handle) for handle in handles]
+                assert lanes[0] is lanes[1]
+                lanes[0].release()
+                await r.launch(nothing, lane=lanes[0])
+                lanes[0].release()
+                with pytest.raises(ao.UsageError):
+                    r.launch(nothing, lane=lanes[0])
 
 
 async def test_own_lane_stays_what_it_is(device_label: str) -> None:

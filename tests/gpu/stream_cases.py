@@ -66,10 +66,15 @@ async def torch_completion() -> dict[str, Any]:
     async with ao.Offload("cuda:0") as off:
         await off.load(latch, nothing)
         words = await Words.of(off)
+        with torch.cuda.stream(stream):
+            x = torch.ones(N, device="cuda")
+            x.fill_(1)
+            x += 1  # torch loads its kernels with their first launch, which would wait for the latch
+        await off.completion(stream)
         held = off.launch(latch, grid=1, block=1, args=(words.address(0), words.address(1)))
         off.order(stream, after=[held])
         with torch.cuda.stream(stream):
-            x = torch.ones(N, device="cuda")
+            x.fill_(1)
             x += 1
         completion = off.completion(stream)
         await words.until(0)

@@ -143,12 +143,14 @@ def test_what_is_no_allocator() -> None:
 
 
 @pytest.mark.gpu
-async def test_memory_comes_from_the_resource() -> None:
+async def test_memory_comes_from_the_resource(request: pytest.FixtureRequest) -> None:
     """Buffers and scratch of a GPU come from the resource that was given, work, and go back to it."""
+    from cuda.bindings import driver
     from cuda.core import Device, DeviceMemoryResource, DeviceMemoryResourceOptions
 
     gpu = Device(0)
-    gpu.set_current()
+    gpu.set_current()  # as cuda.core asks of whoever uses its resources
+    request.addfinalizer(lambda: driver.cuCtxSetCurrent(driver.CUcontext(0)))
     resource: Any = DeviceMemoryResource(gpu, DeviceMemoryResourceOptions(max_size=64 << 20))
     async with rig("cuda:0", allocator=resource) as r:
         buffer = await r.off.put(np.arange(1 << 20, dtype=np.uint8))
