@@ -22,7 +22,7 @@ from typing import (
 
 import numpy as np
 
-from aiooffload.buffer import Buffer
+from aiooffload.buffer import Buffer, no_buffer
 from aiooffload.errors import UsageError
 from aiooffload.scalars import scalar
 from aiooffload.types import Access
@@ -133,9 +133,7 @@ class Parameter:
                 raise UsageError(f"argument {self.name} is a scalar of {self.dtype}, not a Scratch")
             return value
         if self.access is not None:
-            raise UsageError(
-                f"argument {self.name} is an array: pass a Buffer or a Scratch, not {type(value).__name__}"
-            )
+            raise UsageError(f"argument {self.name} is an array: pass a Buffer or a Scratch, not {no_buffer(value)}")
         if self.dtype is not None:
             return scalar(value, self.dtype, f"argument {self.name}")
         if isinstance(value, np.ndarray) and value.shape == ():
