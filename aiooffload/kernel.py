@@ -425,10 +425,12 @@ def kernel(
     Raises
     ------
     UsageError
-        An annotation is not a NumPy type or ``ao.In``, ``ao.Out``, ``ao.InOut``.
+        An annotation is not a NumPy type or ``ao.In``, ``ao.Out``, ``ao.InOut``; or source was given as the function.
     """
 
     def decorate(implementation: Callable[..., object]) -> Kernel:
+        if isinstance(implementation, str):
+            raise UsageError("@ao.kernel takes source as cuda=: @ao.kernel(cuda=...) on the Python function")
         return Kernel(name or implementation.__name__, cuda=cuda, host=implementation, options=options, calls=calls)
 
     return decorate if function is None else decorate(function)
