@@ -217,7 +217,7 @@ class Launcher:
     """Whether the Offload is open and its marks are words."""
     ordered: bool
     """Whether operations that share a buffer are ordered by submission; true unless set."""
-    def launch(self, kernel: Any, grid: Any, block: Any, args: Any) -> Any:
+    def launch(self, kernel: Any, grid: Any, block: Any, args: Any, after: Any = (), /) -> Any:
         """Launch and return the operation, or None with nothing done: not for this path."""
     def learn(self, kernel: Any, grid: Any, block: Any, site: Site) -> None:
         """Take a kernel in one geometry.

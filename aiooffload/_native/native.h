@@ -214,7 +214,7 @@ int ao_launcher_may(PyObject *launcher);
 /* Launches, after ao_launcher_may(): the operation, None if it has to go the long way and nothing was done, or NULL.
  * `prepared` and `lane` may be NULL: then they are found. */
 PyObject *ao_launcher_go(PyObject *launcher, PyObject *site, PyObject *arguments, PyObject *prepared, PyObject *lane,
-                         int coarse);
+                         PyObject *after, int coarse);
 
 extern PyTypeObject AoTimer_Type;                                   /* clock.c */
 PyObject *ao_timer_slack(PyObject *module, PyObject *value);        /* clock.c */
