@@ -8,6 +8,7 @@ SOURCES = (
     "channel",
     "clock",
     "cuda_stream",
+    "dlpack",
     "handler",
     "history",
     "host_stream",

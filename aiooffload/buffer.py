@@ -21,7 +21,8 @@ from numpy.typing import DTypeLike, NDArray
 from aiooffload._native import History, Operation
 from aiooffload.drivers.api import RegisteredMemory
 from aiooffload.errors import ClosedError, UsageError
-from aiooffload.rules.copyplan import c_strides, check_extent, is_contiguous
+from aiooffload.interchange import CPU, CUDA, Described, capsule, describe, is_array
+from aiooffload.rules.copyplan import c_strides, check_extent, is_contiguous, span
 
 if TYPE_CHECKING:
     from aiooffload.operation import OperationOwner
@@ -72,7 +73,7 @@ class Allocation:
 class Foreign:
     """The block of memory that somebody else frees. It keeps what keeps the memory."""
 
-    __slots__ = ("address", "host_array", "keep", "nbytes", "owner", "shared")
+    __slots__ = ("address", "device_type", "host_array", "keep", "nbytes", "owner", "shared")
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.address: Final = address
@@ -81,6 +82,8 @@ class Foreign:
         # The memory itself where it is ours: closing the owner would let go of it.
         self.keep: Final = owner.open_lease() if isinstance(owner, Buffer | PinnedArray) else None
         self.host_array: NDArray[np.uint8] | None = None
+        # DLPack's type of the devices that reach it; None: whichever uses it.
+        self.device_type: int | None = None
         # Set with the first use. Operations in flight hold the block: as long, the history has to be found.
         self.shared: Shared | None = None
 
@@ -120,6 +123,8 @@ class ForeignAllocation(Allocation):
         """Take the history of what a raw pointer counts as: its owner."""
         block = lease.block
         owner = block.owner
+        if block.device_type not in (None, CPU if engine.label == "host" else CUDA):
+            raise UsageError(f"device {engine.label} does not reach the memory of this array")
         if isinstance(owner, Buffer):
             if not owner.allocation.belongs_to(engine):
                 return
@@ -264,6 +269,108 @@ class Buffer:
             raise UsageError(f"strides are above 0, not {steps}: copy the array to a contiguous one first")
         check_extent(sizes, kind.itemsize, steps, 0, nbytes)
         return Buffer(ForeignAllocation(Foreign(ptr, nbytes, owner)), 0, sizes, kind, steps)
+
+    @staticmethod
+    def from_dlpack(array: Any) -> Buffer:
+        """Return a Buffer on the memory of an array of torch, CuPy, numba, NumPy (host device) or another library.
+
+        Parameters
+        ----------
+        array
+            Has ``__cuda_array_interface__`` or ``__dlpack__``. It is held as long as the memory is used. An
+            array of the same library in a launch's ``args`` is taken like this by itself.
+
+        Returns
+        -------
+        Buffer
+            Of the same shape, dtype (``uint16`` for bfloat16) and strides; see :meth:`from_pointer`.
+
+        Raises
+        ------
+        UsageError
+            It is no such array, is masked, broadcast or reversed, or has a dtype that NumPy does not know.
+
+        Notes
+        -----
+        *Ordering.* Arrays of one owner, here the array object, are ordered like slices of one Buffer. What its library
+        has still to do with it is for the program to order: launch on its stream (``off.adopt``), or come
+        after it (``after=[off.completion(stream)]``).
+        *Source.* DLPack 1.0; the Python array API standard; the CUDA Array Interface, version 3.
+        """
+        if not is_array(array) and not isinstance(array, np.ndarray):
+            raise UsageError(f"expected an array with __dlpack__ or __cuda_array_interface__, not {array!r}")
+        on_host = not hasattr(array, "__cuda_array_interface__") and array.__dlpack_device__()[0] == CPU
+        return Buffer._of(describe(array, CPU if on_host else CUDA), CPU if on_host else CUDA)
+
+    @staticmethod
+    def _of(array: Described, device_type: int) -> Buffer:
+        strides = c_strides(array.shape, array.dtype.itemsize) if array.strides is None else array.strides
+        if 0 not in array.shape and any(n > 1 and step < 1 for n, step in zip(array.shape, strides, strict=True)):
+            raise UsageError(f"strides are above 0, not {strides}: copy the array to a contiguous one first")
+        nbytes = span(array.shape, array.dtype.itemsize, strides)
+        buffer = Buffer.from_pointer(
+            array.address, nbytes, array.owner, shape=array.shape, dtype=array.dtype, strides=strides
+        )
+        assert buffer.allocation.lease is not None
+        buffer.allocation.lease.block.device_type = device_type
+        return buffer
+
+    # -- for other libraries ---------------------------------------------------------------
+
+    def _sharer(self) -> tuple[OperationOwner, tuple[int, int]]:
+        """Return who orders others after our work, and the device as DLPack names it."""
+        self.check_open()
+        owner: Any = self.allocation.owner
+        if owner is None:
+            raise BufferError("this buffer is on somebody else's memory, and no Offload has used it yet")
+        kind, _, number = owner.label.partition(":")
+        return owner, (CPU, 0) if kind == "host" else (CUDA, int(number))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._sharer()[1]
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Return a DLPack capsule: torch and CuPy call this in their ``from_dlpack``.
+
+        On a GPU the consumer's stream waits, on the device, for what was submitted on the buffer so far; on the
+        host device that has to be done. What the consumer does then is for the program to order, as for
+        :meth:`from_dlpack`. The memory is held until the consumer lets go of it. Raises BufferError where
+        that cannot be done: a copy is asked for, or the buffer waits for something only the host knows.
+        """
+        owner, device = self._sharer()
+        if copy or (dl_device is not None and tuple(dl_device) != device):
+            raise BufferError("a buffer is shared where it is, never copied")
+        if device[0] == CUDA and stream == 0:
+            raise BufferError("stream 0 is ambiguous: 1 is the legacy default stream, 2 the thread's")
+        if stream != -1:
+            wanted = None if device[0] == CPU else 1 if stream is None else stream
+            owner.share(self.allocation.history.conflicts(True), wanted)
+        return capsule(self.open_lease(), self._address, device, self.shape, self.strides, self.dtype, max_version)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What numba, CuPy and torch read of an array on a GPU; absent on the host device.
+
+        Its stream is one of ours on which what was submitted on the buffer so far is done.
+        """
+        owner, device = self._sharer()
+        if device[0] == CPU:
+            raise AttributeError("this buffer is on the host device")
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self._address, False),
+            "strides": None if self.c_contiguous else self.strides,
+            "stream": owner.share(self.allocation.history.conflicts(True), None),
+        }
 
     @property
     def address(self) -> int:

@@ -305,9 +305,9 @@ class Offload:
         *Source.* CUDA C++ Programming Guide, "Execution Configuration"; cuLaunchKernelEx.
         """
         launcher = self._launcher
-        special = after or shared_bytes or lane or priority or coarse or cluster or cooperative or timeout_s is not None
+        special = shared_bytes or lane or priority or coarse or cluster or cooperative or timeout_s is not None
         if launcher is not None and not special:
-            operation: Operation[None] | None = launcher.launch(kernel, grid, block, args)
+            operation: Operation[None] | None = launcher.launch(kernel, grid, block, args, after)
             if operation is not None:
                 return operation
         engine = self._open_engine()

@@ -10,7 +10,7 @@ States, in order; ``done`` is final::
 from __future__ import annotations
 
 from asyncio import CancelledError, Event, wait_for
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -53,6 +53,9 @@ class OperationOwner(Protocol):
 
     def device_progress(self, operation: Operation[Any]) -> tuple[int, int]:
         """Return (done, total) as its kernel said it last."""
+
+    def share(self, operations: Sequence[Operation[Any]], stream: int | None) -> int | None:
+        """Order somebody else's work after ``operations``; see ``Engine.share``."""
 
     def want_mark(self, operation: Operation[Any]) -> None:
         """Somebody waits for ``operation``, which is coarse."""

@@ -6,7 +6,8 @@ awaitable's core), ``board.c`` (completion slots and the operations waiting on t
 (timerfd), ``cuda_stream.c`` (streams and the wake on a GPU), ``launcher.c``
 (plain launches, from the call to the driver), ``bound.c`` (those with arguments of their own),
 ``history.c`` (program order on one allocation), ``host_stream.c`` (the host device's streams),
-``channel.c`` (the host's end of a channel) and ``port.c`` (the device's end, for host kernels).
+``dlpack.c`` (arrays to and from other libraries), ``channel.c`` (the host's end of a channel) and
+``port.c`` (the device's end, for host kernels).
 """
 
 from aiooffload._native._core import (
@@ -31,6 +32,8 @@ from aiooffload._native._core import (
     Word,
     calling,
     cuda_initialise,
+    dlpack_export,
+    dlpack_import,
     now_ns,
     pack,
     timer_slack,
@@ -58,6 +61,8 @@ __all__ = [
     "Word",
     "calling",
     "cuda_initialise",
+    "dlpack_export",
+    "dlpack_import",
     "now_ns",
     "pack",
     "timer_slack",

@@ -217,7 +217,7 @@ class Launcher:
     """Whether the Offload is open and its marks are words."""
     ordered: bool
     """Whether operations that share a buffer are ordered by submission; true unless set."""
-    def launch(self, kernel: Any, grid: Any, block: Any, args: Any) -> Any:
+    def launch(self, kernel: Any, grid: Any, block: Any, args: Any, after: Any = (), /) -> Any:
         """Launch and return the operation, or None with nothing done: not for this path."""
     def learn(self, kernel: Any, grid: Any, block: Any, site: Site) -> None:
         """Take a kernel in one geometry.
@@ -261,6 +261,29 @@ def timer_slack(slack_ns: int) -> int:
 
 def pack(formats: bytes, arguments: tuple[Any, ...]) -> bytes | None:
     """Pack kernel parameters by format (P f d i I q Q); None if one needs the slow path."""
+
+def dlpack_export(
+    holder: object,
+    address: int,
+    device_type: int,
+    device_id: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    code: int,
+    bits: int,
+    is_versioned: bool,
+    /,
+) -> Any:
+    """Return a DLPack capsule of memory that ``holder`` keeps; strides are in elements."""
+
+def dlpack_import(
+    capsule: Any, /
+) -> tuple[object, int, int, int, tuple[int, ...], tuple[int, ...] | None, int, int, int, bool]:
+    """Return (keeper, address, device type, device, shape, strides in elements, code, bits, lanes, read-only).
+
+    The capsule is used up, and its memory given back when ``keeper`` goes. Raises TypeError for what is no such
+    capsule, BufferError for a version that is not known.
+    """
 
 def cuda_initialise(error: Callable[[str, int], BaseException]) -> None:
     """Resolve the CUDA driver's entry points; RuntimeError where there is none or it is too old."""

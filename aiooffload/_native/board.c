@@ -7,6 +7,7 @@
 
 #define EXACT_NS 20000     /* a look this soon after the last one saw the end as it happened; */
 #define EXACT_SHARE 64     /* or within this fraction of the duration */
+#define GUESS_NS 20000
 #define MOST_TOGETHER 8    /* tiny operations put on one lane while others are idle */
 #define BATCH 256          /* operations finished per scan, so that the list fits on the stack */
 #define SERVE_NS 200000    /* one look reads requests for so long before others have their turn */
@@ -33,13 +34,20 @@ static int64_t ready_ns(PyObject *deps) {
     return ready;
 }
 
+/* How long an operation may take: what is known of its plan, be it unsteady, or a guess. Where nothing is known
+ * all count the same, so a lane with more before it counts as later. */
+static int64_t guess_ns(const AoOperation *op) {
+    const AoPlan *plan = (AoPlan *)op->plan;
+    return plan && plan->samples && plan->median_ns >= 1.0 ? (int64_t)plan->median_ns : GUESS_NS;
+}
+
 /* When the lane is expected to be done with what it has. */
 static int64_t free_ns(const AoQueue *self, int64_t now) { return self->in_flight && self->end_ns > now ? self->end_ns : now; }
 
 void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
     uint32_t place = (self->head + self->in_flight) % self->depth;
     int64_t start = free_ns(self, started_ns), ready = ready_ns(op->deps);
-    self->end_ns = op->due_ns = (start > ready ? start : ready) + (op->plan ? ao_plan_expected((AoPlan *)op->plan) : 0);
+    self->end_ns = op->due_ns = (start > ready ? start : ready) + guess_ns(op);
     self->ring[place] = (AoOperation *)Py_NewRef(op);
     self->started_ns[place] = started_ns;
     self->in_flight++;

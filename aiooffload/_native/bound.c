@@ -20,9 +20,9 @@ typedef struct {
 
 static PyObject *s_lane, *s_after, *s_coarse;
 
-/* What one call launches. Each reference is its own, but for the lane. */
+/* What one call launches. Each reference is its own, but for the lane and what it comes after. */
 typedef struct {
-    PyObject *lane;           /* NULL: any */
+    PyObject *lane, *after;   /* NULL: any, nothing */
     int coarse;
     PyObject *arguments, *packed;
 } Call;
@@ -64,7 +64,10 @@ static int read_keyword(const Bound *self, Call *call, PyObject *name, PyObject 
         call->lane = value == Py_None ? NULL : value;
         return 1;
     }
-    if (name == s_after) return PyTuple_CheckExact(value) && PyTuple_GET_SIZE(value) == 0;
+    if (name == s_after) {
+        call->after = value;
+        return 1;
+    }
     if (name == s_coarse) return (call->coarse = PyObject_IsTrue(value)) < 0 ? -1 : 1;
     return change(self, call, name, value);
 }
@@ -77,7 +80,8 @@ static PyObject *launch(const Bound *self, PyObject *const *values, PyObject *ke
     PyObject *result = NULL;
     for (Py_ssize_t i = 0; status > 0 && keywords && i < PyTuple_GET_SIZE(keywords); i++)
         status = read_keyword(self, &call, PyTuple_GET_ITEM(keywords, i), values[i]);
-    if (status > 0) result = ao_launcher_go(self->launcher, self->site, call.arguments, call.packed, call.lane, call.coarse);
+    if (status > 0) result = ao_launcher_go(self->launcher, self->site, call.arguments, call.packed, call.lane, call.after,
+                                            call.coarse);
     else if (status == 0) result = Py_NewRef(Py_None);
     Py_DECREF(call.arguments);
     Py_XDECREF(call.packed);

@@ -2,7 +2,7 @@
  *
  * It takes the plain launches: a kernel that was launched in this geometry before, nothing
  * waiting on the host, a lane with room, and if its buffers are in use, then by operations on that one
- * lane alone. For everything else launch() returns None and Python does it, by the same steps with
+ * lane alone. What is named in `after` has to be on the device, on any lane. For everything else launch() returns None and Python does it, by the same steps with
  * the same outcome (engine/submission.py, engine/lanes.py). What it saves is the interpretation of
  * those steps, which costs more than the driver's part.
  */
@@ -32,7 +32,7 @@ typedef struct {
     char ordered;             /* program order holds: kept by the engine */
 } Launcher;
 
-static PyObject *s_enqueue_kernel;
+static PyObject *s_enqueue_kernel, *s_enqueue_wait_for;
 
 static int launcher_clear(Launcher *self) {
     Py_CLEAR(self->board);
@@ -108,6 +108,7 @@ static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     if (!s_enqueue_kernel && !(s_enqueue_kernel = PyUnicode_InternFromString("enqueue_kernel"))) return NULL;
+    if (!s_enqueue_wait_for && !(s_enqueue_wait_for = PyUnicode_InternFromString("enqueue_wait_for"))) return NULL;
     Launcher *self = (Launcher *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->board = (AoBoard *)Py_NewRef(board);
@@ -248,6 +249,58 @@ static PyObject *prepare(const Launcher *self, PyObject *site, PyObject *argumen
     return ao_pack_arguments(PyBytes_AS_STRING(formats), count, arguments, addresses);
 }
 
+/* ---- what has to come before ---- */
+
+/* What a launch comes after by name. Each reference is its own. */
+typedef struct {
+    PyObject *requires;       /* tuple of all of them, or NULL */
+    PyObject *deps;           /* list of the unfinished ones, or NULL */
+} Before;
+
+static void release_before(Before *before) {
+    Py_CLEAR(before->requires);
+    Py_CLEAR(before->deps);
+}
+
+/* 1 it may be waited for on the device, or is done; 0 not for this path. */
+static int is_on_device(const Launcher *self, PyObject *item) {
+    if (!PyObject_TypeCheck(item, self->operation_type)) return 0;
+    const AoOperation *op = (AoOperation *)item;
+    if (op->owner != self->owner || op->failure) return 0;
+    if (op->finished) return 1;
+    return op->queue && ((AoQueue *)op->queue)->board == self->board && !op->calling && !op->streamed;
+}
+
+/* 1 found, 0 not for this path, -1 exception; to be released in any case. `after` may be NULL. */
+static int find_before(const Launcher *self, PyObject *after, Before *before) {
+    if (!after || (PyTuple_CheckExact(after) && PyTuple_GET_SIZE(after) == 0)) return 1;
+    if (!PyTuple_CheckExact(after) && !PyList_CheckExact(after)) return 0;
+    if (!(before->requires = PySequence_Tuple(after)) || !(before->deps = PyList_New(0))) return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(before->requires); i++) {
+        PyObject *item = PyTuple_GET_ITEM(before->requires, i);
+        if (!is_on_device(self, item)) return 0;
+        if (!((AoOperation *)item)->finished && PyList_Append(before->deps, item) < 0) return -1;
+    }
+    if (PyList_GET_SIZE(before->deps) == 0) Py_CLEAR(before->deps);
+    return 1;
+}
+
+/* Lets the lane wait for those on other lanes; -1 with an exception. */
+static int enqueue_waits(const AoQueue *lane, PyObject *deps) {
+    for (Py_ssize_t i = 0; deps && i < PyList_GET_SIZE(deps); i++) {
+        const AoOperation *dep = (AoOperation *)PyList_GET_ITEM(deps, i);
+        if (dep->queue == (PyObject *)lane) continue;
+        PyObject *sequence = PyLong_FromUnsignedLongLong(dep->sequence);
+        if (!sequence) return -1;
+        PyObject *args[] = {dep->lane, sequence, lane->stream};
+        PyObject *ignored = PyObject_VectorcallMethod(s_enqueue_wait_for, args, 3, NULL);
+        Py_DECREF(sequence);
+        Py_XDECREF(ignored);
+        if (!ignored) return -1;
+    }
+    return 0;
+}
+
 /* ---- launching ---- */
 
 static AoOperation *new_operation(Launcher *self, AoPlan *plan) {
@@ -293,14 +346,15 @@ static AoQueue *queue_of(const AoBoard *board, PyObject *lane) {
     return NULL;
 }
 
-/* The lane to go to at once, borrowed; NULL: not for this path. `lane` may be NULL. */
-static AoQueue *choose(const Launcher *self, const AoPlan *plan, const Buffers *buffers, PyObject *lane) {
+/* The lane to go to at once, borrowed; NULL: not for this path. `lane` and `deps` may be NULL. */
+static AoQueue *choose(const Launcher *self, const AoPlan *plan, const Buffers *buffers, PyObject *lane, PyObject *deps) {
     AoBoard *board = self->board;
     AoQueue *home = NULL;
     if (lane && !(home = queue_of(board, lane))) return NULL;
     for (int i = 0; self->ordered && i < buffers->count; i++)
         if (!ao_history_home(buffers->histories[i], buffers->writes[i], &home)) return NULL;
     if (home && !lane && (!home->open || home->reserved)) return NULL; /* nothing goes there that does not name it */
+    if (!home && deps) home = ao_board_lane(board, ao_board_pick_after(board, 0, board->open, deps));
     if (!home) home = ao_board_lane(board, ao_board_pick(board, 0, board->open, plan));
     return home->board == board && home->in_flight < home->depth && home->stream ? home : NULL;
 }
@@ -325,19 +379,27 @@ static void record(const Buffers *buffers, const AoOperation *op) {
 
 /* Enqueues and pushes; -1 with an exception. A refusal of the driver is the engine's, which may push it all the same. */
 static int send(Launcher *self, AoQueue *lane, AoPlan *plan, PyObject *prepared, AoOperation *op) {
-    if (enqueue(lane, plan, prepared, op) < 0) return report(self, op);
+    self->board->paused++; /* waits are enqueued by Python code: whatever that submits comes later */
+    int status = enqueue_waits(lane, op->deps);
+    self->board->paused--;
+    if (status < 0 || enqueue(lane, plan, prepared, op) < 0) return report(self, op);
     ao_queue_push(lane, op, op->submitted_ns);
+    Py_CLEAR(op->deps);
     return 0;
 }
 
-static PyObject *submit(Launcher *self, AoPlan *plan, PyObject *prepared, Buffers *buffers, PyObject *lane, int coarse) {
+static PyObject *submit(Launcher *self, AoPlan *plan, PyObject *prepared, Buffers *buffers, PyObject *lane, Before *before,
+                        int coarse) {
     AoOperation *op = new_operation(self, plan);
     if (!op || make_uses(self, op, buffers) < 0) goto failed;
     op->keep = buffers->keep;
     buffers->keep = NULL;
     op->coarse = (char)coarse;
+    op->requires = before->requires;
+    op->deps = before->deps;
+    before->requires = before->deps = NULL;
     /* From here until it is recorded nothing may run that submits: all that is needed is made. */
-    AoQueue *queue = takes(self) ? choose(self, plan, buffers, lane) : NULL;
+    AoQueue *queue = takes(self) ? choose(self, plan, buffers, lane, op->deps) : NULL;
     if (!queue) {
         Py_DECREF(op);
         Py_RETURN_NONE;
@@ -357,18 +419,21 @@ failed:
 }
 
 PyObject *ao_launcher_go(PyObject *launcher, PyObject *site, PyObject *arguments, PyObject *prepared, PyObject *lane,
-                         int coarse) {
+                         PyObject *after, int coarse) {
     Launcher *self = (Launcher *)launcher;
     Buffers buffers;
     buffers.count = 0;
     buffers.keep = NULL;
+    Before before = {NULL, NULL};
     PyObject *result = NULL, *block = NULL;
-    int status = find_buffers(self, site, arguments, &buffers);
+    int status = find_before(self, after, &before);
+    if (status > 0) status = find_buffers(self, site, arguments, &buffers);
     if (status > 0) block = prepared ? Py_NewRef(prepared) : prepare(self, site, arguments);
     if (status == 0 || block == Py_None) result = Py_NewRef(Py_None);
-    else if (block) result = submit(self, (AoPlan *)PyTuple_GET_ITEM(site, AO_SITE_PLAN), block, &buffers, lane, coarse);
+    else if (block) result = submit(self, (AoPlan *)PyTuple_GET_ITEM(site, AO_SITE_PLAN), block, &buffers, lane, &before, coarse);
     Py_XDECREF(block);
     release_buffers(&buffers);
+    release_before(&before);
     return result;
 }
 
@@ -380,9 +445,9 @@ int ao_launcher_may(PyObject *launcher) {
     return running ? running == self->loop : -1;
 }
 
-/* launch(kernel, grid, block, args) -> Operation, or None: not for this path, nothing was done. */
+/* launch(kernel, grid, block, args[, after]) -> Operation, or None: not for this path, nothing was done. */
 static PyObject *launcher_launch(Launcher *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 4) return PyErr_Format(PyExc_TypeError, "launch(kernel, grid, block, args)");
+    if (nargs != 4 && nargs != 5) return PyErr_Format(PyExc_TypeError, "launch(kernel, grid, block, args[, after])");
     int may = PyTuple_CheckExact(args[3]) ? ao_launcher_may((PyObject *)self) : 0;
     PyObject *site = may > 0 ? find_site(self, args[0], args[1], args[2]) : NULL;
     if (!site) {
@@ -390,7 +455,7 @@ static PyObject *launcher_launch(Launcher *self, PyObject *const *args, Py_ssize
         Py_RETURN_NONE;
     }
     Py_INCREF(site); /* what runs meanwhile may replace it */
-    PyObject *result = ao_launcher_go((PyObject *)self, site, args[3], NULL, NULL, 0);
+    PyObject *result = ao_launcher_go((PyObject *)self, site, args[3], NULL, NULL, nargs == 5 ? args[4] : NULL, 0);
     Py_DECREF(site);
     return result;
 }

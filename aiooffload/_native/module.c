@@ -8,6 +8,8 @@ static PyObject *now_ns(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 static PyMethodDef functions[] = {
     {"now_ns", now_ns, METH_NOARGS, "CLOCK_MONOTONIC in nanoseconds."},
     {"pack", ao_pack, METH_VARARGS, "Pack kernel parameters; None if one needs the slow path."},
+    {"dlpack_export", ao_dlpack_export, METH_VARARGS, "Describe memory in a DLPack capsule."},
+    {"dlpack_import", ao_dlpack_import, METH_O, "Take what a DLPack capsule describes."},
     {"cuda_initialise", ao_cuda_initialise, METH_O, "Resolve the driver's entry points."},
     {"timer_slack", ao_timer_slack, METH_O, "Set the calling thread's timer slack in ns; returns the old one."},
     {NULL, NULL, 0, NULL},

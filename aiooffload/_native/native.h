@@ -214,7 +214,7 @@ int ao_launcher_may(PyObject *launcher);
 /* Launches, after ao_launcher_may(): the operation, None if it has to go the long way and nothing was done, or NULL.
  * `prepared` and `lane` may be NULL: then they are found. */
 PyObject *ao_launcher_go(PyObject *launcher, PyObject *site, PyObject *arguments, PyObject *prepared, PyObject *lane,
-                         int coarse);
+                         PyObject *after, int coarse);
 
 extern PyTypeObject AoTimer_Type;                                   /* clock.c */
 PyObject *ao_timer_slack(PyObject *module, PyObject *value);        /* clock.c */
@@ -222,6 +222,8 @@ extern PyTypeObject AoCudaStream_Type, AoCudaEvent_Type;            /* cuda_stre
 extern PyTypeObject AoHostContext_Type, AoHostEvent_Type, AoHostStream_Type; /* host_stream.c */
 
 PyObject *ao_pack(PyObject *module, PyObject *args);                 /* pack.c */
+PyObject *ao_dlpack_export(PyObject *module, PyObject *args);        /* dlpack.c */
+PyObject *ao_dlpack_import(PyObject *module, PyObject *capsule);
 PyObject *ao_cuda_initialise(PyObject *module, PyObject *error);     /* cuda_stream.c */
 /* The launch path's way into enqueue_kernel() of an AoCudaStream; -1 with an exception. */
 int ao_cuda_enqueue_kernel(PyObject *stream, AoPlan *plan, PyObject *prepared, uint64_t sequence);

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from asyncio import _get_running_loop
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -47,7 +47,7 @@ from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, UsageE
 from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
 from aiooffload.rules import wire
-from aiooffload.rules.scheduler import dependency_failure
+from aiooffload.rules.scheduler import dependency_failure, needs_host
 from aiooffload.rules.wake import WakeMode, WakePolicy
 
 if TYPE_CHECKING:
@@ -354,6 +354,26 @@ class Engine:
                 "this belongs to another event loop, thread or process: use it on its loop, for example through "
                 "asyncio.run_coroutine_threadsafe(coroutine, loop)"
             )
+
+    def share(self, operations: Sequence[Operation[Any]], stream: int | None) -> int | None:
+        """Let ``stream`` wait for ``operations``, which use memory that somebody else is about to use.
+
+        Without a stream, return the handle of one on which they are done; None if they are done now.
+        Raises BufferError if only the host can wait for them.
+        """
+        self.check_caller()
+        ahead = [operation for operation in operations if not operation.finished]
+        waiting = next((operation for operation in ahead if needs_host(operation)), None)
+        if waiting is not None or (ahead and self.device.properties.driver == "host"):
+            raise BufferError(f"the memory is in use by {waiting or ahead[0]!r}: await it first")
+        if stream is not None:
+            self.submission.order(stream, ahead)
+            return stream
+        if not ahead:
+            return None
+        lane = ahead[-1].lane
+        self.submission.order(lane.handle, [operation for operation in ahead if operation.lane is not lane])
+        return int(lane.handle)
 
     def want_mark(self, operation: Operation[Any]) -> None:
         """Somebody waits for ``operation``, which has no mark of its own."""

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from aiooffload._native import Launcher, LaunchPlan, pack
 from aiooffload.buffer import Allocation, Buffer
-from aiooffload.engine.scratch import has_scratch
 from aiooffload.errors import UsageError
 from aiooffload.rules.geometry import Dimensions, check_launch, triple
 
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from aiooffload.kernel import Kernel, Parameter
     from aiooffload.operation import OperationOwner
 
-__all__ = ["Geometry", "Kernels", "Site", "buffers", "check_sizes", "retrieve"]
+__all__ = ["PLAIN", "Geometry", "Kernels", "Site", "buffers", "check_sizes", "retrieve"]
 
 Geometry = tuple[Dimensions, Dimensions, int, Dimensions | None, bool]
 _MAX_SITES: Final = 4096
+PLAIN: Final = (Buffer, np.generic, int, float, complex)
+"""Arguments that are prepared as they are: no Scratch, no array of another library."""
 
 
 class Site:
@@ -59,8 +62,8 @@ class Site:
         return self._function.prepare(self.plan, self._kernel.signature.check(self._kernel.name, arguments))
 
     def _prepare_now(self, arguments: tuple[Any, ...]) -> Any:
-        """Prepare for the launch path; None for what has to know its lane first."""
-        return None if has_scratch(arguments) else self.prepare(arguments)
+        """Prepare for the launch path; None for what the long way makes something else of first."""
+        return self.prepare(arguments) if all(isinstance(value, PLAIN) for value in arguments) else None
 
     def late(
         self,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiooffload.operation import Operation
     from aiooffload.rules.geometry import Dimensions
 
-__all__ = ["NOWHERE", "SHARE", "ScratchCache", "ScratchLayout", "has_scratch", "layout"]
+__all__ = ["NOWHERE", "SHARE", "ScratchCache", "ScratchLayout", "layout"]
 
 IDLE_S: Final = 5.0
 """How long a block is kept while nothing uses it."""
@@ -61,17 +61,12 @@ class ScratchLayout(NamedTuple):
         return filled
 
 
-def has_scratch(arguments: Iterable[object]) -> bool:
-    """Whether a Scratch is among the arguments; on the way of every launch."""
-    return not _SCRATCH.isdisjoint(map(type, arguments))
-
-
 def layout(kernel: Kernel, arguments: Sequence[object], grid: Dimensions, block: Dimensions) -> ScratchLayout | None:
     """Lay out the Scratch among the arguments, whose count was checked; None if there is none.
 
     Raises UsageError for one to a scalar parameter, or of a size that its dtype does not divide.
     """
-    if not has_scratch(arguments):
+    if _SCRATCH.isdisjoint(map(type, arguments)):  # on the way of every launch
         return None
     threads = math.prod(triple(grid, "grid")) * math.prod(triple(block, "block"))
     pieces, end = [], 0

@@ -12,13 +12,15 @@ from functools import partial
 from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from aiooffload.buffer import Buffer
 from aiooffload.engine.adopted import Adoptions, check_stream
 from aiooffload.engine.bound import BoundLaunch, bind
 from aiooffload.engine.host_functions import waiting_launches
 from aiooffload.engine.lanes import Lane, Lanes
-from aiooffload.engine.launches import Geometry, Kernels, Site, buffers
+from aiooffload.engine.launches import PLAIN, Geometry, Kernels, Site, buffers
 from aiooffload.engine.scratch import ScratchCache, ScratchLayout, layout
 from aiooffload.errors import DeviceLostError, OffloadTimeout, UsageError, WouldBlock
+from aiooffload.interchange import CPU, CUDA, describe, is_array
 from aiooffload.kernel import Kernel
 from aiooffload.operation import Operation
 from aiooffload.rules.ordering import unfinished
@@ -128,6 +130,8 @@ class Submission:
     def launch(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...], terms: Terms) -> Operation[None]:
         """Submit a launch that the launch path does not take; see ``Offload.launch``."""
         site = self._site(kernel, geometry, args)
+        if not all(isinstance(value, PLAIN) for value in args):
+            args, terms = self._adapt(kernel, args, terms)
         if site is None:
             return self._launch_after_load(kernel, geometry, args, terms)
         uses = buffers(kernel, args, self._owner) if args else ()
@@ -140,6 +144,23 @@ class Submission:
             operation.steps = None  # it refers to the operation, and both would keep the arguments
             raise
         return operation
+
+    def _adapt(self, kernel: Kernel, args: tuple[Any, ...], terms: Terms) -> tuple[tuple[Any, ...], Terms]:
+        """Put Buffers in the place of other libraries' arrays, and let the launch come after their streams."""
+        device_type = CPU if self._owner.label == "host" else CUDA
+        adapted, streams = list(args), set()
+        for index, value in enumerate(args):
+            if isinstance(value, PLAIN) or not is_array(value):
+                continue
+            array = describe(value, device_type)
+            if array.read_only and not kernel.signature.read_only(index):
+                raise UsageError(
+                    f"argument {index} of kernel {kernel.name} is a read-only array; annotate it with ao.In"
+                )
+            adapted[index] = Buffer._of(array, device_type)
+            streams.add(array.stream)
+        after = [self.completion(stream) for stream in streams - {None}]
+        return tuple(adapted), terms._replace(after=[*_as_list(terms.after), *after]) if after else terms
 
     def _site(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...]) -> Site | None:
         """Return what a launch needs, None if the kernel is not loaded yet; raises for what is none."""

@@ -13,8 +13,8 @@ through these states::
 
 Order on the device costs nothing on one lane, and an event between two. An operation with
 unfinished dependencies goes where it is expected to start first, by how long the kernels in between
-took so far. Where several lanes are as good, as in a chain, or where nothing is known, that is the
-lane that holds all dependencies, if there is one. One without goes to the least busy lane of its
+took so far, or all alike where nothing is known. Where several lanes are as good, as at the end of a
+chain, that is the lane that holds all dependencies, if there is one. One without goes to the least busy lane of its
 priority. What only the host can wait for (a host task, a gate, a launch whose kernel calls) holds
 what comes after it on the host.
 

@@ -142,13 +142,13 @@ async def in_turns(
     ways: Mapping[str, Callable[[int], Awaitable[float]]], rounds: int
 ) -> dict[tuple[str, int], list[float]]:
     """Return wall times in ms by way and duration; the order changes with each round, and the first is a rehearsal."""
-    walls: dict[tuple[str, int], list[float]] = {(way, us): [] for way in ways for us in DURATIONS_US}
-    for number in range(-1, rounds):
-        names = list(ways)
-        first = number % len(names)
-        for us in DURATIONS_US:
+    walls: dict[tuple[str, int], list[float]] = {(way, us): [] for us in DURATIONS_US for way in ways}
+    names = list(ways)
+    for us in DURATIONS_US:
+        for number in range(-1, rounds):
+            first = number % len(names)
             for way in [*names[first:], *names[:first]]:
-                say(f"round {max(number, 0) + 1} of {rounds}: {way}, {us} us")
+                say(f"{us} us, round {max(number, 0) + 1} of {rounds}: {way}")
                 wall = await ways[way](us * 1000)
                 if number >= 0:
                     walls[way, us].append(wall)

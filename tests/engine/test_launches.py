@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiooffload as ao
-from tests.kernels import SpyDevice, add, nothing, rig, saxpy, shape, turns
+from tests.kernels import Boom, Rig, SpyDevice, add, fail_at, nothing, rig, saxpy, shape, turns
 
 
 @pytest.mark.parametrize("grid", [1, (3,), (3, 2), (4, 3, 2), [5, 6], np.int64(7)], ids=str)
@@ -175,3 +175,171 @@ async def test_same_buffer_twice(device_label: str) -> None:
         x = await r.off.put(np.ones(4, np.float32))
         await r.off.launch(saxpy, grid=1, block=32, args=(1, x, x, 4))
         assert (await r.off.get(x)).tolist() == [2] * 4
+
+
+# What comes after others by name goes the launch path, too
+
+
+def no_long_way(r: Rig) -> None:
+    """From now on a launch that leaves the launch path fails the test."""
+    assert r.off._engine is not None
+
+    def launch(*args: Any) -> Any:
+        raise AssertionError("a launch went the long way")
+
+    r.off._engine.submission.launch = launch  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+async def test_after_others_on_the_device(device_label: str, kind: Any) -> None:
+    """A launch after those in flight on several lanes is ordered by the device, without the long way."""
+    async with rig(device_label, lanes=4, ordering="explicit") as r:
+        await r.launch(nothing)
+        await r.launch(add, r.word(), 1)
+        total, words = r.word(), [r.word() for _ in range(3)]
+        await r.off.drain()
+        gates = [await r.hold(lane) for lane in r.off.lanes[:3]]
+        firsts = [r.launch(add, word, 1, lane=lane) for word, lane in zip(words, r.off.lanes[:3], strict=True)]
+        no_long_way(r)
+        op = r.launch(add, total, 1, after=kind(firsts))
+        then = r.launch(nothing, after=kind([op, firsts[0]]))
+        assert op.instant
+        assert then.instant
+        gates[0].open()
+        gates[1].open()
+        await firsts[0]
+        await firsts[1]
+        await turns()
+        assert not op.done()
+        assert not then.done()
+        gates[2].open()
+        await then
+        assert op.finished
+        assert all(first.finished for first in firsts)
+
+
+async def test_chain_by_name_needs_no_event(device_label: str) -> None:
+    """What comes after one operation goes to its lane."""
+    async with rig(device_label, lanes=4, ordering="explicit") as r:
+        await r.launch(nothing)
+        gate = await r.hold(r.off.lanes[2])
+        no_long_way(r)
+        op = r.launch(nothing, after=[r.holds[0]])
+        ops = [op := r.launch(nothing, after=[op]) for _ in range(20)]
+        assert {op.lane for op in ops} == {r.off.lanes[2]}
+        gate.open()
+        await ops[-1]
+
+
+async def test_bound_launch_after_others(device_label: str) -> None:
+    """A bound launch takes ``after`` and ``lane`` on the launch path, and waits for what is on other lanes."""
+    async with rig(device_label, lanes=2, ordering="explicit") as r:
+        word = r.word()
+        await r.launch(add, word, 1)
+        bound = r.off.bind(add, grid=1, block=1, args=(word, 1))
+        gate = await r.hold(r.off.lanes[0])
+        no_long_way(r)
+        op = bound(after=[r.holds[0]], lane=r.off.lanes[1])
+        assert op.lane is r.off.lanes[1]
+        await turns()
+        assert not op.done()
+        gate.open()
+        await op
+        assert await r.read(word) == 2
+
+
+async def test_after_one_that_fails_meanwhile() -> None:
+    """When what it comes after fails, a launch that went straight to the device does not run."""
+    async with rig(lanes=2) as r:
+        await r.off.load(fail_at)
+        gate, word = r.gate(), r.word(1)
+        await r.launch(add, word, 1)
+        first = r.launch(fail_at, gate.address, lane=r.off.lanes[0])
+        no_long_way(r)
+        op = r.launch(add, word, 10, after=[first])
+        gate.open()
+        with pytest.raises(ao.DependencyError) as caught:
+            await op
+        assert isinstance(caught.value.__cause__, ao.LaunchError)
+        assert await r.read(word) == 2
+        assert first.exception() is not None
+
+
+@pytest.mark.parametrize(
+    "what", ["failed", "cancelled", "held", "awaitable", "generator", "other", "nonsense", "host task", "done"]
+)
+async def test_after_what_the_launch_path_does_not_know(device_label: str, what: str) -> None:
+    """Everything else is decided as it always was."""
+    async with rig(device_label, lanes=2) as r, rig(device_label, lanes=1) as other:
+        word, future = r.word(1), asyncio.get_running_loop().create_future()
+        await r.launch(add, word, 1)
+        done = r.launch(nothing)
+        await done
+        held = r.launch(nothing, after=[future])
+
+        async def task() -> None:
+            await future
+
+        after: Any = {
+            "failed": lambda: [r.off.custom_operation(refuse)],
+            "cancelled": lambda: [held],
+            "held": lambda: [held],
+            "awaitable": lambda: [future],
+            "generator": lambda: (one for one in [done]),
+            "other": lambda: [other.launch(nothing)],
+            "nonsense": lambda: [5],
+            "host task": lambda: [r.off.host_task(task)],
+            "done": lambda: [done, done],
+        }[what]()
+        if what == "failed":
+            await turns()
+            assert isinstance(await outcome(after[0]), Boom)
+        if what == "cancelled":
+            held.cancel()
+        if what in ("other", "nonsense"):
+            with pytest.raises(ao.UsageError):
+                r.launch(add, word, 1, after=after)
+        else:
+            op = r.launch(add, word, 1, after=after)
+            await turns()
+            assert op.instant == (what in ("generator", "done"))
+            assert op.finished or op.instant or what not in ("failed", "cancelled")
+            future.set_result(None)
+            failure = await outcome(op)
+            assert isinstance(failure, ao.DependencyError) if what in ("failed", "cancelled") else failure is None
+        if not future.done():
+            future.set_result(None)
+        await outcome(held)
+        assert await r.read(word) == (2 if what in ("failed", "cancelled", "other", "nonsense") else 3)
+
+
+def refuse(lane: ao.Lane) -> None:
+    raise Boom("no")
+
+
+async def outcome(operation: ao.Operation[Any]) -> BaseException | None:
+    try:
+        await operation
+    except (Exception, asyncio.CancelledError) as error:
+        return error
+    return None
+
+
+async def test_wait_that_the_driver_refuses() -> None:
+    """The launch fails, what comes later goes on."""
+    device = SpyDevice()
+    async with rig(device, lanes=2, ordering="explicit") as r:
+        word = r.word(1)
+        await r.launch(add, word, 1)
+        await r.launch(nothing)
+        gate = await r.hold(r.off.lanes[0])
+        behind = r.launch(nothing, lane=r.off.lanes[0])
+        bound = r.off.bind(add, grid=1, block=1, args=(word, 1))
+        device.failures["enqueue_wait_event"] = ao.DriverError("no more events")
+        op = bound(after=[behind], lane=r.off.lanes[1])
+        device.failures.clear()
+        with pytest.raises(ao.DriverError, match="no more events"):
+            await op
+        gate.open()
+        await bound()
+        assert await r.read(word) == 3

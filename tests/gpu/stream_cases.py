@@ -253,6 +253,82 @@ async def priorities() -> dict[str, Any]:
         return {"asked": [lane.priority for lane in off.lanes], "found": found, "sum": int((await off.get(x))[0])}
 
 
+SAXPY = """
+extern "C" __global__ void saxpy(float a, const float* x, float* y, int n)
+{
+    int i = blockIdx.x * 256 + threadIdx.x;
+    if (i < n)
+        y[i] += a * x[i];
+}"""
+
+
+@ao.kernel(cuda=SAXPY)
+def saxpy(launch: Any, a: np.float32, x: ao.In[np.float32], y: ao.InOut[np.float32], n: np.int32) -> None:
+    """y += a x."""
+
+
+async def arrays_as_arguments(name: str) -> dict[str, Any]:
+    """Arrays of another library in the place of Buffers, right after its own work on them."""
+    async with ao.Offload("cuda:0", lanes=2) as off:
+        await off.load(saxpy)
+        if name == "torch":
+            torch = library("torch")
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                x = torch.arange(N, device="cuda", dtype=torch.float32)
+                y = torch.full((N,), 5.0, device="cuda")
+            after = [off.completion(stream)]
+        elif name == "cupy":
+            cupy = library("cupy")
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                x = cupy.arange(N, dtype=cupy.float32)
+                y = cupy.full(N, 5.0, cupy.float32)
+                after = []  # its interface names the stream that is current
+                operation = off.launch(saxpy, grid=N // 256, block=256, args=(2.0, x, y, N))
+            await operation
+            return {"right": bool((cupy.asnumpy(y) == 5 + 2 * np.arange(N)).all())}
+        else:
+            cuda = library("numba.cuda")
+            x = cuda.to_device(np.arange(N, dtype=np.float32))
+            y = cuda.to_device(np.full(N, 5, np.float32))
+            after = []
+        operation = off.launch(saxpy, grid=N // 256, block=256, args=(2.0, x, y, N), after=after)
+        again = off.launch(saxpy, grid=N // 256, block=256, args=(0.0, y, x, N))
+        await operation
+        await again
+        found = y.cpu().numpy() if name == "torch" else y.copy_to_host()
+        return {"right": bool((found == 5 + 2 * np.arange(N)).all())}
+
+
+async def buffers_in_others(name: str) -> dict[str, Any]:
+    """Our buffer as an array of another library, whose work on it waits, on the device, for ours."""
+    other = library(name)
+    async with ao.Offload("cuda:0", lanes=2) as off:
+        await off.load(saxpy, latch)
+        x, y = await off.put(np.arange(N, dtype=np.float32)), off.zeros((4, N // 4), np.float32)
+        stream = other.cuda.Stream() if name == "torch" else other.cuda.Stream(non_blocking=True)
+        with other.cuda.stream(stream) if name == "torch" else stream:
+            warm = other.from_dlpack(off.zeros(N, np.float32)) + 1  # loads its kernels
+            (warm[::2] * 3).sum().item()
+        words = await Words.of(off)
+        held = off.launch(latch, grid=1, block=1, args=(words.address(0), words.address(1)))
+        off.launch(saxpy, grid=N // 256, block=256, args=(2.0, x, y.reshape(N), N), after=[held])
+        with other.cuda.stream(stream) if name == "torch" else stream:
+            shared = other.from_dlpack(y)
+            result = (shared[1:, ::2] * 3).sum()
+        early = (stream.query() if name == "torch" else stream.done) is True
+        words.array[1] = 1
+        await off.completion(stream)
+        expected = (2 * np.arange(N, dtype=np.float32).reshape(4, -1)[1:, ::2] * 3).astype(np.float64).sum()
+        close = abs(float(result) - expected) / expected
+        y.close()
+        pointer = shared.data_ptr() if name == "torch" else shared.data.ptr
+        interface = other.as_tensor(x, device="cuda") if name == "torch" else other.asarray(x)
+        same = (interface.data_ptr() if name == "torch" else interface.data.ptr) == x.address
+        return {"early": early, "error": close, "same": same, "pointer": pointer, "shape": list(shared.shape)}
+
+
 if __name__ == "__main__":
     cases = (
         torch_stream,
@@ -264,5 +340,7 @@ if __name__ == "__main__":
         nccl,
         foreign_context,
         priorities,
+        arrays_as_arguments,
+        buffers_in_others,
     )
     run_as_main({case.__name__: case for case in cases})

@@ -75,3 +75,19 @@ def test_priorities_are_the_drivers() -> None:
     found = run("priorities")
     assert found["asked"] == found["found"]
     assert found["sum"] == 3
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy", "numba"])
+def test_arrays_of_others_as_arguments(name: str) -> None:
+    """A launch takes them in the place of Buffers."""
+    assert run("arrays_as_arguments", name)["right"]
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_our_buffers_in_others(name: str) -> None:
+    """They are the same memory there, and what is done with them waits for what was submitted before."""
+    found = run("buffers_in_others", name)
+    assert not found["early"]
+    assert found["error"] < 1e-3
+    assert found["same"]
+    assert found["shape"] == [4, N // 4]
