@@ -140,6 +140,11 @@ async def relax(off: ao.Offload, comm: Communicator, field: NDArray[np.float64],
         The graph has more operations than the Offload's ``max_pending``.
     aiooffload.OffloadError
         The device failed. The other ranks are waiting: end them.
+
+    Notes
+    -----
+    *Failure.* What an exchange raises is the root of the DependencyError that this raises.
+    *Cancellation.* Cancelling the call leaves the steps that were submitted alone, and with them the other ranks.
     """
     own = band(len(field), comm.rank, comm.size)
     rows, columns = own.stop - own.start, field.shape[1]
