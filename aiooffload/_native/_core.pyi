@@ -142,6 +142,8 @@ class LaneQueue:
     @property
     def unmarked(self) -> bool:
         """Whether the last push was coarse, so that no mark will say that it is done."""
+    precise: int
+    """After so many more pushes an event is recorded."""
     def marked(self) -> None:
         """Take note that the mark ``issued`` was enqueued after all."""
     def push(self, operation: Operation) -> None:

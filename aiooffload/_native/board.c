@@ -34,6 +34,15 @@ static int64_t ready_ns(PyObject *deps) {
     return ready;
 }
 
+/* Whether one of `deps` is unfinished on another lane. */
+static int waits_elsewhere(PyObject *deps, const AoQueue *here) {
+    for (Py_ssize_t i = 0; deps && PyList_CheckExact(deps) && i < PyList_GET_SIZE(deps); i++) {
+        const AoOperation *dep = (AoOperation *)PyList_GET_ITEM(deps, i);
+        if (!dep->finished && dep->queue != (PyObject *)here) return 1;
+    }
+    return 0;
+}
+
 /* How long an operation may take: what is known of its plan, be it unsteady, or a guess. Where nothing is known
  * all count the same, so a lane with more before it counts as later. */
 static int64_t guess_ns(const AoOperation *op) {
@@ -58,6 +67,7 @@ void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
     op->sequence = self->issued;
     op->tiny = op->plan && ao_plan_is_tiny((AoPlan *)op->plan);
     if (!op->tiny) self->heavy++;
+    op->waited = (char)waits_elsewhere(op->deps, self);
     set_unmarked(self, op->coarse);
     Py_XSETREF(op->queue, Py_NewRef(self));
 }
@@ -166,6 +176,7 @@ static PyMemberDef queue_members[] = {
     {"load", T_PYSSIZET, offsetof(AoQueue, load), 0, NULL},
     {"reserved", T_BOOL, offsetof(AoQueue, reserved), 0, NULL},
     {"unmarked", T_BOOL, offsetof(AoQueue, unmarked), READONLY, NULL},
+    {"precise", T_UINT, offsetof(AoQueue, precise), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyGetSetDef queue_getset[] = {
@@ -207,8 +218,9 @@ static Py_ssize_t collect_lane(const AoBoard *board, AoQueue *lane, AoOperation 
         out[count++]->finished_ns = now;
     }
     if (count == 0) return 0;
-    /* Of several that arrived together only the sum is known: that teaches nothing about one. */
-    if (count == 1 && out[0]->plan && !out[0]->coarse) record_duration(board, lane, started, (AoPlan *)out[0]->plan, now);
+    /* Of several that arrived together only the sum is known: that teaches nothing about one. Nor does
+     * what also waited for another lane, or for its mark. */
+    if (count == 1 && out[0]->plan && !out[0]->coarse && !out[0]->waited) record_duration(board, lane, started, (AoPlan *)out[0]->plan, now);
     lane->last_done_ns = now;
     return count;
 }
@@ -339,14 +351,6 @@ Py_ssize_t ao_board_pick(AoBoard *self, Py_ssize_t first, Py_ssize_t last, const
     return best;
 }
 
-static int needs_event(const AoQueue *lane, PyObject *deps) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(deps); i++) {
-        const AoOperation *dep = (AoOperation *)PyList_GET_ITEM(deps, i);
-        if (!dep->finished && dep->queue != (PyObject *)lane) return 1;
-    }
-    return 0;
-}
-
 typedef struct {
     int full;                 /* it would wait on the host */
     int64_t start;            /* when it would start, */
@@ -371,7 +375,7 @@ Py_ssize_t ao_board_pick_after(AoBoard *self, Py_ssize_t first, Py_ssize_t last,
         const AoQueue *lane = ao_board_lane(self, i);
         if (lane->reserved) continue;
         int64_t free = free_ns(lane, now), start = free > ready ? free : ready;
-        prospect p = {lane->in_flight == lane->depth || lane->load > 0, start, needs_event(lane, deps), start - free,
+        prospect p = {lane->in_flight == lane->depth || lane->load > 0, start, waits_elsewhere(deps, lane), start - free,
                       (Py_ssize_t)lane->in_flight + lane->load};
         if (is_better(&p, &of_best)) best = i, of_best = p;
     }

@@ -32,7 +32,7 @@ typedef struct {
     char ordered;             /* program order holds: kept by the engine */
 } Launcher;
 
-static PyObject *s_enqueue_kernel, *s_enqueue_wait_for;
+static PyObject *s_enqueue_kernel, *s_enqueue_wait_for, *s_enqueue_position;
 
 static int launcher_clear(Launcher *self) {
     Py_CLEAR(self->board);
@@ -109,6 +109,7 @@ static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     }
     if (!s_enqueue_kernel && !(s_enqueue_kernel = PyUnicode_InternFromString("enqueue_kernel"))) return NULL;
     if (!s_enqueue_wait_for && !(s_enqueue_wait_for = PyUnicode_InternFromString("enqueue_wait_for"))) return NULL;
+    if (!s_enqueue_position && !(s_enqueue_position = PyUnicode_InternFromString("enqueue_position"))) return NULL;
     Launcher *self = (Launcher *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->board = (AoBoard *)Py_NewRef(board);
@@ -385,7 +386,10 @@ static int send(Launcher *self, AoQueue *lane, AoPlan *plan, PyObject *prepared,
     if (status < 0 || enqueue(lane, plan, prepared, op) < 0) return report(self, op);
     ao_queue_push(lane, op, op->submitted_ns);
     Py_CLEAR(op->deps);
-    return 0;
+    if (!lane->precise) return 0;
+    PyObject *ignored = PyObject_CallMethodNoArgs(lane->lane, s_enqueue_position);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
 }
 
 static PyObject *submit(Launcher *self, AoPlan *plan, PyObject *prepared, Buffers *buffers, PyObject *lane, Before *before,

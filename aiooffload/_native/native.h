@@ -98,6 +98,7 @@ typedef struct {
     int64_t submitted_ns, finished_ns;
     int64_t due_ns;           /* when it is expected to be done, as of its push */
     char tiny;                /* as of its push: see AoQueue.heavy */
+    char waited;              /* as of its push: it came after something on another lane */
     char finished;            /* goes from 0 to 1 once; result and failure are final from then on */
     char looked;              /* somebody saw the failure */
 } AoOperation;
@@ -154,6 +155,7 @@ typedef struct AoQueue {
     char open;                /* takes any launch */
     char reserved;            /* takes only what names it: pick() passes over it */
     char unmarked;            /* the last push was coarse: no mark will say that it is done */
+    uint32_t precise;         /* after so many more pushes an event is recorded: somebody waited for one in the middle */
     PyObject *stream, *lane;  /* what it belongs to; NULL until attach() */
     struct AoBoard *board;    /* borrowed: the board outlives its queues' use, it empties them when it goes */
 } AoQueue;

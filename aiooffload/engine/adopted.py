@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aiooffload.engine.lanes import Lane
-from aiooffload.errors import UsageError
+from aiooffload.errors import DeviceLostError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,11 +56,12 @@ class AdoptedLane(Lane):
         index: int,
         stream: Stream,
         queue: LaneQueue,
-        event: Event,
+        create_event: Callable[[], Event],
+        on_lost: Callable[[DeviceLostError], None],
         give_back: Callable[[AdoptedLane], None],
         owner: object,
     ) -> None:
-        super().__init__(index, stream, queue, event, adopted=True)
+        super().__init__(index, stream, queue, create_event, on_lost, adopted=True)
         self._give_back = give_back
         self.owner: Final = owner
 
@@ -84,10 +85,19 @@ class Adoptions:
         Returns a new slot in registered memory.
     depth
         How many operations of ours such a lane takes at a time.
+    on_lost
+        Told when the driver says that the device is gone.
     """
 
     def __init__(
-        self, device: Device, lanes: Lanes, board: Board, bell: Word, word: Callable[[], Word], depth: int
+        self,
+        device: Device,
+        lanes: Lanes,
+        board: Board,
+        bell: Word,
+        word: Callable[[], Word],
+        depth: int,
+        on_lost: Callable[[DeviceLostError], None],
     ) -> None:
         self._device: Final = device
         self._lanes: Final = lanes
@@ -95,6 +105,7 @@ class Adoptions:
         self._bell: Final = bell
         self._word: Final = word
         self._depth: Final = depth
+        self._on_lost: Final = on_lost
         # By handle, of which a default stream may have two; and how often each was adopted and not released.
         self._known: dict[int, AdoptedLane] = {}
         self._uses: dict[AdoptedLane, int] = {}
@@ -131,7 +142,7 @@ class Adoptions:
         else:
             index, queue = len(self._lanes.lanes), self._board.add(self._word(), self._depth, apart=True)
         stream.bind_marks(queue.slot, self._bell)
-        lane = AdoptedLane(index, stream, queue, self._device.create_event(), self._release, owner)
+        lane = AdoptedLane(index, stream, queue, self._device.create_event, self._on_lost, self._release, owner)
         queue.attach(stream, lane)
         self._lanes.lanes[index : index + 1] = [lane]  # in the old one's place, or behind all others
         self._lanes.adopted.add(lane)

@@ -32,7 +32,7 @@ from aiooffload.engine.copies import (
 from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
 from aiooffload.engine.host_functions import check_outside
 from aiooffload.engine.host_tasks import HostTasks
-from aiooffload.engine.lanes import Lane, Lanes
+from aiooffload.engine.lanes import ALWAYS, Lane, Lanes
 from aiooffload.engine.launches import Kernels
 from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.mapping import Arena, Mapping
@@ -115,6 +115,8 @@ class Engine:
         self.device: Final = device
         self.label: Final = device.properties.label
         self._calling_lanes = calling_lanes
+        # A program with a graph of its own names operations, and must not wait for others by accident.
+        self._precise = not program_order
         # What a submission raises from now on; None while open.
         self.refusal: Callable[[], OffloadError] | None = None
         self.lost: DeviceLostError | None = None
@@ -154,7 +156,9 @@ class Engine:
         )
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain, self.reverse.open)
         spare = self._spare_words()
-        self.adoptions: Final = Adoptions(device, self.lanes, self.board, self._bell, lambda: next(spare), depth)
+        self.adoptions: Final = Adoptions(
+            device, self.lanes, self.board, self._bell, lambda: next(spare), depth, self.lose
+        )
         self.host_tasks: Final = HostTasks(self.loop, self.lanes, self._check_drained)
         self.submission: Final = Submission(
             self.loop,
@@ -223,7 +227,9 @@ class Engine:
         stream = self.device.create_stream(priority)
         stream.bind_marks(slot, bell)
         queue = self.board.add(slot, depth, apart=apart)
-        lane = Lane(index, stream, queue, self.device.create_event(), priority)
+        lane = Lane(index, stream, queue, self.device.create_event, self.lose, priority)
+        if self._precise:
+            queue.precise = ALWAYS
         lane.queue.attach(stream, lane)
         return lane
 

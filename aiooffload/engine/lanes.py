@@ -26,7 +26,60 @@ if TYPE_CHECKING:
     from aiooffload.drivers.api import Event, Stream
     from aiooffload.engine.completion import Completion
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["ALWAYS", "Lane", "Lanes", "Positions"]
+
+ALWAYS: Final = 2**32 - 1
+"""As ``LaneQueue.precise``: every operation has an event of its own."""
+_PRECISE: Final = 1024
+"""Operations for which a lane records events, once somebody has waited for one that had others behind it."""
+
+
+class Positions:
+    """Events behind operations of one lane, each of which others can wait for.
+
+    Parameters
+    ----------
+    stream
+        The lane's.
+    create
+        Makes an event.
+    depth
+        How many operations the lane takes at a time: as far apart are two that share an event.
+    """
+
+    __slots__ = ("_at", "_create", "_events", "_last", "_stream")
+
+    def __init__(self, stream: Stream, create: Callable[[], Event], depth: int) -> None:
+        self._stream = stream
+        self._create = create
+        # Recording an event again leaves earlier waits for it alone.
+        self._events: list[Event | None] = [None] * (depth + 1)
+        self._at = [0] * (depth + 1)  # the sequence behind which each was recorded
+        self._last = 0
+
+    def record(self, sequence: int) -> Event:
+        """Record one behind operation ``sequence``, the last on the lane."""
+        place = sequence % len(self._events)
+        event = self._events[place] or self._create()
+        self._events[place] = event
+        self._stream.enqueue_record(event)
+        self._at[place] = self._last = sequence
+        return event
+
+    def behind(self, sequence: int) -> Event | None:
+        """Return the one right behind operation ``sequence``."""
+        place = sequence % len(self._events)
+        return self._events[place] if self._at[place] == sequence else None
+
+    def covering(self, sequence: int) -> Event | None:
+        """Return one that is not before operation ``sequence``."""
+        return self.behind(self._last) if self._last >= sequence else None
+
+    def close(self) -> None:
+        """Destroy the events."""
+        for event in self._events:
+            if event is not None:
+                event.close()
 
 
 class Lane(Line[Operation[Any]]):
@@ -43,18 +96,24 @@ class Lane(Line[Operation[Any]]):
         take it for a stream.
     """
 
-    __slots__ = ("_event", "_event_sequence", "stream")
+    __slots__ = ("_on_lost", "_positions", "stream")
 
     queue: LaneQueue
 
     def __init__(
-        self, index: int, stream: Stream, queue: LaneQueue, event: Event, priority: int = 0, adopted: bool = False
+        self,
+        index: int,
+        stream: Stream,
+        queue: LaneQueue,
+        create_event: Callable[[], Event],
+        on_lost: Callable[[DeviceLostError], None],
+        priority: int = 0,
+        adopted: bool = False,
     ) -> None:
         super().__init__(index, queue, priority, adopted)
         self.stream: Final = stream
-        # Recorded after operation `_event_sequence`; recording again leaves earlier waits alone.
-        self._event = event
-        self._event_sequence = queue.issued
+        self._positions = Positions(stream, create_event, queue.depth)
+        self._on_lost = on_lost
 
     @property
     def handle(self) -> int:
@@ -77,15 +136,30 @@ class Lane(Line[Operation[Any]]):
         return self.queue.in_flight
 
     def enqueue_wait_for(self, sequence: int, waiter: Stream) -> None:
-        """Hold later work of ``waiter`` until operation ``sequence`` of this lane is done."""
-        if sequence > self._event_sequence:
-            self.stream.enqueue_record(self._event)
-            self._event_sequence = self.queue.issued
-        waiter.enqueue_wait_event(self._event)
+        """Hold later work of ``waiter`` until operation ``sequence`` of this lane is done.
+
+        Without an event of its own (see ``precise``) it waits for what was enqueued behind that as well; from
+        then on each operation of the lane has one, for a while.
+        """
+        event = self._positions.behind(sequence)
+        if event is None:
+            if sequence != self.queue.issued:
+                self.queue.precise = max(self.queue.precise, _PRECISE)
+            event = self._positions.covering(sequence) or self._positions.record(self.queue.issued)
+        waiter.enqueue_wait_event(event)
+
+    def enqueue_position(self) -> None:
+        """Record an event behind the last operation, so that others can wait for it and nothing that comes later."""
+        if self.queue.precise != ALWAYS:
+            self.queue.precise -= 1
+        try:
+            self._positions.record(self.queue.issued)
+        except DriverError as error:
+            self._on_lost(as_loss(error))
 
     def close(self) -> None:
-        """Destroy the stream and its event."""
-        self._event.close()
+        """Destroy the stream and its events."""
+        self._positions.close()
         self.stream.close()
 
     def __repr__(self) -> str:
@@ -173,6 +247,8 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         if (marks or operation.steps is not None) and not operation.coarse:
             self._enqueue_mark(lane, queue.next_sequence)
         queue.push(operation)
+        if queue.precise:
+            lane.enqueue_position()
         operation.deps = operation.prepared = operation.steps = None
         self._completion.notice()
 

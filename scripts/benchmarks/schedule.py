@@ -112,7 +112,7 @@ class Rig:
         lanes = []
         for i in range(LANES):
             queue = self._board.add(Word(address + 64 * i, 0, self._marks), DEPTH)
-            lanes.append(Lane(i, nothing, queue, nothing))
+            lanes.append(Lane(i, nothing, queue, nothing, nothing))
         groups = {0: (0, LANES)}
         self._lanes: Lanes = Lanes(self._board, lanes, groups, nothing, 1 << 40, lambda error: None, lambda: None)
         self._histories: list[History[Operation[Any]]] = [History() for _ in range(LANES)]

@@ -23,6 +23,7 @@ from tests.kernels import (
     combine,
     fail,
     fail_at,
+    hold,
     hold_read,
     hold_write,
     nothing,
@@ -1023,3 +1024,73 @@ async def test_coarse_operation_held_on_the_host(device_label: str) -> None:
         future.set_result(None)
         async with asyncio.timeout(3):
             await task
+
+
+# What is waited for
+
+
+@pytest.mark.parametrize("ordering", ["explicit", "program"])
+async def test_others_on_the_lane_are_not_waited_for(device_label: str, ordering: str) -> None:
+    """What comes after an operation waits for that one, not for what was enqueued behind it.
+
+    Where the order is the program's, a lane learns that from the first that waits.
+    """
+    async with rig(device_label, lanes=3, ordering=ordering) as r:
+        lane, other, third = r.off.lanes
+        if ordering == "program":
+            gates = [r.gate(), r.gate()]
+            first = r.launch(hold, gates[0].address, lane=lane)
+            r.launch(hold, gates[1].address, lane=lane)
+            learned = r.launch(nothing, after=[first], lane=other)
+            for gate in gates:
+                gate.open()
+            await learned
+        a, b = r.gate(), r.gate()
+        first, second = r.launch(hold, a.address, lane=lane), r.launch(hold, b.address, lane=lane)
+        behind = [r.launch(nothing, after=[first], lane=other), r.launch(nothing, after=[first], lane=third)]
+        last = r.launch(nothing, after=[second], lane=other)
+        await until(lambda: a.started)
+        await turns()
+        assert not any(op.done() for op in behind)
+        a.open()
+        for op in behind:
+            await op
+        await until(lambda: b.started)
+        await turns()
+        assert not last.done()
+        b.open()
+        await last
+
+
+async def test_random_graph_waits_for_the_right_ones(device_label: str) -> None:
+    """In a graph of hundreds of kernels over all lanes each sees what those it comes after have left."""
+    async with rig(device_label, lanes=4, lane_depth=16, ordering="explicit") as r:
+        choice = random.Random(7)
+        words = [r.word() for _ in range(300)]
+        await r.off.drain()
+        made: list[ao.Operation[None]] = []
+        expected: list[int] = []
+        for node, word in enumerate(words):
+            before = choice.sample(range(node), min(node, choice.randint(0, 2)))
+            after = [made[one] for one in before]
+            last, value = r.launch(add, word, 1, after=after), 1
+            for one in before:
+                last = r.launch(combine, word, words[one], after=[last, *after])
+                value = (value * 3 + expected[one]) % M64
+            made.append(last)
+            expected.append(value)
+        await r.off.drain()
+        found = [await r.read(word) for word in words]
+        assert found == expected
+
+
+async def test_event_that_the_driver_refuses() -> None:
+    """An event that cannot be recorded behind an operation ends the device: later ones would not wait for it."""
+    device = SpyDevice()
+    async with rig(device, lanes=2, ordering="explicit", bury=True) as r:
+        await r.off.drain()
+        device.failures["enqueue_record"] = ao.DriverError("no more events")
+        op = r.launch(nothing)
+        device.failures.clear()
+        with pytest.raises(ao.DeviceLostError):
+            await op

@@ -309,8 +309,8 @@ async def buffers_in_others(name: str) -> dict[str, Any]:
         x, y = await off.put(np.arange(N, dtype=np.float32)), off.zeros((4, N // 4), np.float32)
         stream = other.cuda.Stream() if name == "torch" else other.cuda.Stream(non_blocking=True)
         with other.cuda.stream(stream) if name == "torch" else stream:
-            warm = other.from_dlpack(off.zeros(N, np.float32)) + 1  # loads its kernels
-            (warm[::2] * 3).sum().item()
+            warm = other.from_dlpack(off.zeros((4, N // 4), np.float32))
+            (warm[1:, ::2] * 3).sum().item()  # loads its kernels, which would wait for the latch
         words = await Words.of(off)
         held = off.launch(latch, grid=1, block=1, args=(words.address(0), words.address(1)))
         off.launch(saxpy, grid=N // 256, block=256, args=(2.0, x, y.reshape(N), N), after=[held])
