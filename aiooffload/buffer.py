@@ -13,12 +13,12 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from aiooffload._native import History
+from aiooffload._native import History, Operation
 from aiooffload.drivers.api import RegisteredMemory
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.interchange import CPU, CUDA, Described, capsule, describe, is_array
@@ -422,6 +422,10 @@ class Buffer:
             raise TypeError("len() of a Buffer without dimensions")
         return self.shape[0]
 
+    def __array__(self, *args: object, **options: object) -> NoReturn:
+        """Refuse ``np.asarray(buffer)``, which would make an array of Buffers."""
+        raise UsageError("a Buffer is device memory: await off.get(buffer) gives a NumPy array")
+
     def __getitem__(self, key: int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]) -> Buffer:
         """Return a view of the same memory, as NumPy's basic indexing does.
 
@@ -515,6 +519,13 @@ class Buffer:
 
 
 _COPY_FIRST: Final = "copy it to a contiguous buffer first"
+
+
+def no_buffer(value: object) -> str:
+    """Say what was given in place of a Buffer, and how to make one of it."""
+    if isinstance(value, Operation):
+        return "Operation: await it first"
+    return type(value).__name__ + (": await off.put(array) first" if isinstance(value, np.ndarray) else "")
 
 
 def _integers(what: str, values: Sequence[Any]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import (
 
 import numpy as np
 
-from aiooffload.buffer import Buffer
+from aiooffload.buffer import Buffer, no_buffer
 from aiooffload.errors import UsageError
 from aiooffload.scalars import scalar
 from aiooffload.types import Access
@@ -133,9 +133,7 @@ class Parameter:
                 raise UsageError(f"argument {self.name} is a scalar of {self.dtype}, not a Scratch")
             return value
         if self.access is not None:
-            raise UsageError(
-                f"argument {self.name} is an array: pass a Buffer or a Scratch, not {type(value).__name__}"
-            )
+            raise UsageError(f"argument {self.name} is an array: pass a Buffer or a Scratch, not {no_buffer(value)}")
         if self.dtype is not None:
             return scalar(value, self.dtype, f"argument {self.name}")
         if isinstance(value, np.ndarray) and value.shape == ():
@@ -427,10 +425,12 @@ def kernel(
     Raises
     ------
     UsageError
-        An annotation is not a NumPy type or ``ao.In``, ``ao.Out``, ``ao.InOut``.
+        An annotation is not a NumPy type or ``ao.In``, ``ao.Out``, ``ao.InOut``; or source was given as the function.
     """
 
     def decorate(implementation: Callable[..., object]) -> Kernel:
+        if isinstance(implementation, str):
+            raise UsageError("@ao.kernel takes source as cuda=: @ao.kernel(cuda=...) on the Python function")
         return Kernel(name or implementation.__name__, cuda=cuda, host=implementation, options=options, calls=calls)
 
     return decorate if function is None else decorate(function)

@@ -73,7 +73,8 @@ class Operation(_native.Operation, Generic[_T]):
     array for ``get``. Awaiting one that is done does not yield to the loop.
     *Cancellation.* Cancelling a task that awaits it ends that wait alone. ``cancel()`` asks the
     work itself to stop. An operation that nobody awaits runs all the same; a failure that nobody
-    looked at is told once to the loop's exception handler.
+    looked at, and that no other operation failed with (``after=``), is told once to the loop's
+    exception handler.
     *Thread.* Everything belongs to the loop's thread.
     """
 

@@ -37,7 +37,7 @@ def scalar(value: Any, dtype: np.dtype[Any], what: str) -> np.generic:
     if dtype.kind not in _ACCEPTED:
         return _converted(value, dtype, what)
     if not isinstance(value, _ACCEPTED[dtype.kind]):
-        raise UsageError(f"{what} cannot be {value!r}: it is a {dtype}")
+        raise UsageError(f"{what} cannot be {value!r}: it is of type {dtype}")
     largest = _LARGEST.get(dtype.str)
     if largest is not None and isinstance(value, int | float) and largest < abs(value) < math.inf:
         raise UsageError(f"{what} cannot be {value!r}: out of range of {dtype}")

@@ -4,8 +4,8 @@ Counts bytes, lines and occurrences of words (overlapping ones too) in each file
 launches in flight. Exits 1 if any count differs from plain Python's, 2 if the scan could not be made.
 """
 
-# Two jobs show kernels that call the host, each with its own --help: see LOOKUP and STREAM. A folder
-# of such a name is scanned as ./lookup.
+# Other jobs, each with its own --help: see LOOKUP, STREAM and HALO. A folder of such a name is scanned
+# as ./lookup.
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import asyncio
 import importlib.util
 import io
 import json
+import os
+import shutil
 import sqlite3
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -49,6 +52,7 @@ SHOWN_PROBLEMS = 10
 JOBS = """other jobs, in place of a path:
   lookup    a kernel resolves keys and asks a SQLite database for those it does not hold
   stream    a kernel takes a large file through a small buffer and asks for each chunk
+  halo      MPI ranks relax one field, and exchange its edges while their kernels run
 """
 LOOKUP = """Resolve keys in a kernel that asks a SQLite database for those that its table does not hold.
 
@@ -60,6 +64,22 @@ STREAM = """Take a large file through a small device buffer, in one launch that 
 Counts byte values and makes a checksum, and compares them with plain Python's. Exits 1 if they differ,
 2 if it could not be done.
 """
+HALO = """Relax a field that is split over MPI ranks, which exchange the edges of their parts while kernels run.
+
+Starts the ranks itself, by mpirun, and compares the result with plain NumPy's. Exits 1 if they differ,
+2 if it could not be done.
+"""
+MPI_ENVIRONMENT = {
+    # Of Open MPI 4 and 5; others do not know these, nor do they need them. A rank bound to a core, as two or fewer
+    # are, would have its event loop and the threads of its host device on that one.
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    # More ranks than cores, and root, as in a container.
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -73,6 +93,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("path", nargs="?", help="the file (default: random bytes, made for the purpose)")
         parser.add_argument("--mib", type=positive, default=64, help="size of that file (default: %(default)s)")
         parser.add_argument("--chunk-kib", type=positive, default=1024, help="read at a time (default: %(default)s)")
+        return parser.parse_args(argv[1:])
+    if argv[:1] == ["halo"]:
+        parser = job_parser("scripts/demo halo", HALO, halo_job)
+        parser.add_argument("--ranks", type=positive, default=2, help="(default: %(default)s)")
+        parser.add_argument("--rows", type=positive, default=514, help="two of them fixed (default: %(default)s)")
+        parser.add_argument("--columns", type=positive, default=1024, help="(default: %(default)s)")
+        parser.add_argument("--steps", type=positive, default=200, help="(default: %(default)s)")
         return parser.parse_args(argv[1:])
     parser = job_parser("scripts/demo", __doc__, scan_job, epilog=JOBS)
     parser.add_argument("path", nargs="?", help="the tree to scan (default: this Python's standard library)")
@@ -415,6 +442,40 @@ def plain_summary(path: Path) -> tuple[NDArray[np.int64], int]:
         for i in range(0, data.size, part)
     )
     return np.bincount(data, minlength=256), checksum % 2**64
+
+
+# The job of several processes.
+
+
+def halo_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, Any] | None]:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        print("scripts/demo: this job needs mpirun; on Debian and Ubuntu: apt-get install openmpi-bin", file=sys.stderr)
+        return 2, None
+    if importlib.util.find_spec("mpi4py") is None:
+        print("scripts/demo: this job needs mpi4py: pip install 'aiooffload[demo]'", file=sys.stderr)
+        return 2, None
+    print(f"relaxing {options.rows} x {options.columns} values with {options.ranks} ranks", file=out, flush=True)
+    work = ["device", "rows", "columns", "steps"]
+    command = [mpirun, "-n", str(options.ranks), sys.executable, "-m", "mpi4py", "-m", "aiooffload.examples.halo"]
+    command += [f"--{name}={getattr(options, name)}" for name in work]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = MPI_ENVIRONMENT | os.environ | {"PYTHONPATH": path}
+    ranks = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        figures: dict[str, Any] = json.loads(ranks.stdout)
+    except ValueError:
+        print(f"{ranks.stdout}{ranks.stderr}scripts/demo: mpirun ended with {ranks.returncode}", file=sys.stderr)
+        return 2, None
+    same = not figures["mismatches"]
+    verdict = "ok:" if same else f"failed: {figures['mismatches']} values differ from plain NumPy's, after"
+    print(
+        f"{verdict} {figures['steps']} steps on {', '.join(figures['devices'])}, "
+        f"{figures['steps'] / figures['wall_s']:.0f} steps/s",
+        file=out,
+        flush=True,
+    )
+    return 0 if same else 1, figures
 
 
 def write_json(target: str, data: dict[str, Any]) -> None:

@@ -395,3 +395,43 @@ asyncio.run(main())
     assert (done.returncode, done.stdout.strip()) == (0, "5")
     assert "ResourceWarning" in done.stderr
     assert "aclose" in done.stderr
+
+
+async def test_what_is_no_buffer_yet(usable: Rig) -> None:
+    """An operation or an array in place of a Buffer raises UsageError that says how to make one of it."""
+    put = usable.off.put(np.zeros(1, np.uint64))
+    with pytest.raises(ao.UsageError, match="not Operation: await it first"):
+        usable.launch(add, put, 1)
+    with pytest.raises(ao.UsageError, match="not Operation: await it first"):
+        usable.off.get(put)  # type: ignore[arg-type]
+    with pytest.raises(ao.UsageError, match=r"await off\.put"):
+        usable.launch(add, np.zeros(1, np.uint64), 1)
+    await put
+
+
+async def test_buffer_is_no_array(usable: Rig) -> None:
+    """``np.asarray(buffer)`` raises UsageError that says how to get the array, in place of an array of Buffers."""
+    word = usable.word()
+    for use in (np.asarray, np.array, lambda buffer: np.add(buffer, 1), usable.off.put):
+        with pytest.raises(ao.UsageError, match=r"await off\.get"):
+            use(word)
+
+
+async def test_coroutine_that_was_called(usable: Rig) -> None:
+    """A host task is given the function, and a gate what it makes; the error names the other."""
+
+    async def nothing() -> None: ...
+
+    called = nothing()
+    with pytest.raises(ao.UsageError, match="without calling it"):
+        usable.off.host_task(called)  # type: ignore[arg-type]
+    called.close()
+    with pytest.raises(ao.UsageError, match="a gate is opened by an awaitable"):
+        usable.off.gate(nothing, lane=usable.off.lanes[0])  # type: ignore[arg-type]
+
+
+async def test_coarse_is_any_truth(usable: Rig) -> None:
+    """``coarse=1`` is as good as True."""
+    word = usable.word()
+    await usable.off.launch(add, grid=1, block=1, args=(word, 2), coarse=1)  # type: ignore[arg-type]
+    assert await usable.read(word) == 2

@@ -120,6 +120,12 @@ def test_kernel_forms() -> None:
     assert ao.Kernel.from_core(object(), "c").core is not None  # type: ignore[arg-type]
 
 
+def test_source_in_place_of_a_function() -> None:
+    """Source that is not given as ``cuda=`` raises UsageError that says so."""
+    with pytest.raises(ao.UsageError, match="cuda="):
+        ao.kernel("__global__ void f() {}")  # type: ignore[call-overload]
+
+
 def test_takes_nothing() -> None:
     """A kernel without parameters is known as such from its function, or from the driver's sizes."""
     assert ao.kernel(lambda launch: None).signature.takes_nothing(None)

@@ -35,7 +35,8 @@ def code_spans() -> list[str]:
     return re.findall(r"`([^`\n]+)`", PROSE)
 
 
-EXAMPLES = {"Example": 0, "Calls from kernels": 1}
+GRAPHS = "Graphs, streams of others, and lanes"
+EXAMPLES = {"Example": 0, "Calls from kernels": 1, GRAPHS: 2}
 """The headings with an example, each with the place of its block."""
 
 
@@ -80,6 +81,18 @@ def test_example_of_calls_runs_on_the_host(tmp_path: Path) -> None:
 def test_example_of_calls_runs_on_a_gpu(tmp_path: Path) -> None:
     """The example of a kernel that calls prints the same on a GPU."""
     assert run_example(tmp_path, "Calls from kernels") == "15.0\n"
+
+
+def test_example_of_graphs_runs_on_the_host(tmp_path: Path) -> None:
+    """The example of a graph runs as printed, and prints what the text says."""
+    assert run_example(tmp_path, GRAPHS, CUDA_VISIBLE_DEVICES="") == "answer 3.0 5.0\n"
+    assert "`answer 3.0 5.0`" in section(GRAPHS)
+
+
+@pytest.mark.gpu
+def test_example_of_graphs_runs_on_a_gpu(tmp_path: Path) -> None:
+    """The example of a graph prints the same on a GPU."""
+    assert run_example(tmp_path, GRAPHS) == "answer 3.0 5.0\n"
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)

@@ -147,7 +147,7 @@ static PyObject *operation_outcome(AoOperation *self, PyObject *Py_UNUSED(ignore
 }
 
 static PyObject *operation_look(AoOperation *self, PyObject *Py_UNUSED(ignored)) {
-    if (!self->finished) return not_finished();
+    if (!self->finished && !self->failure) return not_finished(); /* some fail before the device is through */
     self->looked = 1;
     return Py_NewRef(self->failure ? self->failure : Py_None);
 }

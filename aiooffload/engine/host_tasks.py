@@ -47,7 +47,8 @@ class HostTasks:
     ) -> None:
         """Let ``operation`` run ``function`` once nothing holds it; UsageError if that is no coroutine function."""
         if not inspect.iscoroutinefunction(function):
-            raise UsageError(f"a host task is an async def, not {function!r}")
+            called = ": pass the function, without calling it" if inspect.iscoroutine(function) else ""
+            raise UsageError(f"a host task is an async def, not {function!r}{called}")
         self._lanes.on_host[operation] = lambda: self._start(operation, function, context)
 
     def _start(

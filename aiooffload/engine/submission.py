@@ -327,6 +327,8 @@ class Submission:
             raise UsageError(f"a gate stands on a lane: pass one of off.lanes, not {lane!r}")
         if lane.adopted:
             raise UsageError("a gate keeps work on the host, which a stream that is not ours cannot")
+        if not isawaitable(awaitable):
+            raise UsageError(f"a gate is opened by an awaitable, not by {awaitable!r}")
         self.submit(operation, (), Terms([awaitable, *_as_list(after)], lane, timeout_s=timeout_s))
         return operation
 
@@ -383,7 +385,7 @@ class Submission:
         after, lane, instant, timeout_s, priority, coarse = terms
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
-        operation.coarse = coarse
+        operation.coarse = bool(coarse)
         operation.priority = self._lanes.check_lane(operation, lane, priority)
         if lane is not None and lane.adopted:
             check_stream(lane.stream)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aiooffload.buffer import Allocation, Buffer, PinnedArray
+from aiooffload.buffer import Allocation, Buffer, PinnedArray, no_buffer
 from aiooffload.engine.copies import PIECE_NBYTES, Place
 from aiooffload.errors import UsageError
 from aiooffload.operation import Operation
@@ -201,7 +201,7 @@ class Transfers:
     def _check(self, *buffers: Buffer) -> None:
         for buffer in buffers:
             if not isinstance(buffer, Buffer):
-                raise UsageError(f"expected a Buffer, not {type(buffer).__name__}")
+                raise UsageError(f"expected a Buffer, not {no_buffer(buffer)}")
             buffer.check_open()
             if not buffer.allocation.belongs_to(self._owner):
                 raise UsageError("the buffer belongs to another Offload")

@@ -122,6 +122,9 @@ class Work(Protocol):
     def queue(self) -> Any:
         """The queue that it is or was on; None before."""
 
+    def look(self) -> Any:
+        """Return what it failed with, which then has been looked at."""
+
     def finish(self, result: Any = None, failure: BaseException | None = None) -> bool:
         """End it."""
 
@@ -594,10 +597,13 @@ def waits_for(deps: Iterable[_W], launch: _W) -> bool:
 
 
 def dependency_failure(operation: Work) -> DependencyError | None:
-    """Return the failure of an operation of which something named in ``after`` has failed, or None."""
+    """Return the failure of an operation of which something named in ``after`` has failed, or None.
+
+    A failure that is passed on has been looked at: of a graph of thousands only the ends have to be.
+    """
     for dep in operation.requires or ():
         if dep.failure is not None:
-            return dependency_error(f"{dep.name}, which {operation.name} came after,", dep.failure)
+            return dependency_error(f"{dep.name}, which {operation.name} came after,", dep.look())
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,27 @@ async def test_failure_is_the_operations(device_label: str) -> None:
                 await operation
         assert never == []
         assert await r.read(total) == 0
+
+
+async def test_failure_that_is_passed_on_is_told_once(device_label: str, loop_errors: list[dict[str, Any]]) -> None:
+    """Of a graph in which something fails, each end that nobody looks at is told to the loop, and nothing else."""
+    async with rig(device_label) as r:
+
+        async def fail() -> None:
+            raise KeyError("x")
+
+        for awaited in (True, False):
+            last: ao.Operation[Any] = r.off.host_task(fail)
+            for _ in range(5):
+                last = r.off.launch(add, grid=1, block=1, args=(r.word(), 1), after=[last])
+                last = r.off.host_task(fail, after=[last])
+            if awaited:
+                with pytest.raises(ao.DependencyError, match="KeyError"):
+                    await last
+            await r.off.drain()
+            del last
+            gc.collect()
+            assert [type(error["exception"]) for error in loop_errors] == [ao.DependencyError] * (not awaited)
 
 
 async def test_cancelled_before_and_while_it_runs(device_label: str) -> None:

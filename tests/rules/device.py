@@ -71,6 +71,9 @@ class Op:
         if self.streamed:
             self.steps = object()
 
+    def look(self) -> BaseException | None:
+        return self.failure
+
     def finish(self, result: Any = None, failure: BaseException | None = None) -> bool:
         if self.finished:
             return False
