@@ -170,6 +170,7 @@ static PyObject *query_result(const char *entry_point, int status) {
 typedef struct {
     PyObject_HEAD
     void *event;              /* NULL once closed */
+    void *context;            /* the event's */
 } CudaEvent;
 
 /* An event belongs to the context that is current, so this one call needs ours. */
@@ -190,7 +191,8 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
     CudaEvent *self = (CudaEvent *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    RELAXED(create_event((void *)(uintptr_t)context, timed, &self->event));
+    self->context = (void *)(uintptr_t)context;
+    RELAXED(create_event(self->context, timed, &self->event));
     if (status) {
         self->event = NULL;
         Py_DECREF(self);
@@ -213,13 +215,23 @@ static CudaEvent *as_event(PyObject *value) {
     return (CudaEvent *)value;
 }
 
+/* In the events' context: of the calls on events this one alone was not tried without. */
+static int elapsed(const CudaEvent *self, const CudaEvent *since, float *milliseconds) {
+    void *ignored;
+    int status = cu.ctx_push(self->context);
+    if (status) return status;
+    status = cu.event_elapsed(milliseconds, since->event, self->event);
+    cu.ctx_pop(&ignored);
+    return status;
+}
+
 /* The driver gives milliseconds as a float: exact to half a microsecond within seconds, and worse beyond. */
 static PyObject *event_elapsed_ns(CudaEvent *self, PyObject *value) {
     CudaEvent *since = as_event(value);
     float milliseconds = 0;
     int status;
     if (!since || !as_event((PyObject *)self)) return NULL;
-    RELAXED(cu.event_elapsed(&milliseconds, since->event, self->event));
+    RELAXED(elapsed(self, since, &milliseconds));
     if (status) return fail("cuEventElapsedTime", status);
     return PyLong_FromLongLong((long long)((double)milliseconds * 1e6 + (milliseconds < 0 ? -0.5 : 0.5)));
 }
