@@ -22,7 +22,7 @@ class Access(enum.Enum):
 
 
 class Recorder(Protocol):
-    """What is told of everything that happens to operations while there is a trace. None of it raises, but for a loss."""
+    """What is told of everything that happens to operations while there is a trace; raises DeviceLostError alone."""
 
     def submitted(self, operation: Any, part_of: Any) -> None:
         """``operation`` was submitted, with its dependencies; ``part_of``: it is a piece of that copy."""

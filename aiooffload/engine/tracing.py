@@ -1,8 +1,8 @@
 """Recording: what happened to each operation while there is a trace, and when, on the device's clock and the host's.
 
 A timed event is recorded on the lane before and after each operation, and read when the host sees that one done. What
-the device says is put on the host's clock by a tie (``rules/tie.py``), which every operation narrows: it began after the
-host enqueued it and ended before the host saw it. Nothing here makes a driver call once the device is lost.
+the device says is put on the host's clock by a tie (``rules/tie.py``), which every operation narrows: it began after
+the host enqueued it and ended before the host saw it. Nothing here makes a driver call once the device is lost.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Tracer:
             for _ in range(3):
                 event, after_ns = self._take(), now_ns()
                 self._idle.enqueue_record(event)
-                while not event.query():
+                while not event.query():  # noqa: ASYNC110 (nobody is told of events)
                     await asyncio.sleep(0 if now_ns() - after_ns < 1_000_000 else 0.001)
                 before_ns = now_ns()
                 if self._reference is None:

@@ -33,7 +33,7 @@ class Tie:
         self.high_ns = high_ns
 
     def include(self, after_ns: int, began_ns: int, ended_ns: int, before_ns: int) -> None:
-        """Take in that ``began_ns`` to ``ended_ns`` of the device lay within ``after_ns`` to ``before_ns`` of the host."""
+        """Take in that from ``began_ns`` to ``ended_ns`` on the device lay within ``after_ns`` and ``before_ns``."""
         self.low_ns = max(self.low_ns, after_ns - began_ns)
         self.high_ns = min(self.high_ns, before_ns - ended_ns)
 

@@ -257,7 +257,7 @@ class _Writer:
         return {"ts": self._us(span.began_ns), "dur": duration_us, "pid": span.process, "tid": span.track}
 
     def arrow(self, name: str, source: Span, target: Span) -> Iterator[Event]:
-        """Yield both ends of an arrow. It leaves where its target begins or, if that is later, at the end of its source.
+        """Yield both ends of an arrow: it leaves where its target begins, if its source has not ended, else there.
 
         Both are within their slices, which do not have their last nanosecond: viewers look for one around each end.
         """
