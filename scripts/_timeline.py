@@ -181,8 +181,9 @@ def draw(picture: Picture, title: str, target: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    count = len(picture.slices)
     notes = f"  ({'; '.join(picture.notes)})" if picture.notes else ""
-    axes.set_title(f"{title}: {len(picture.slices)} slices on {picture.device}{notes}", fontsize=12.5, loc="left")
+    axes.set_title(f"{title}: {count} slice{'s' * (count != 1)} on {picture.device}{notes}", fontsize=12.5, loc="left")
     legend(figure, picture)
     figure.savefig(target, dpi=DPI)
     pyplot.close(figure)

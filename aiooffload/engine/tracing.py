@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,13 +86,14 @@ class Tracer:
         self.uncertainty_ns = 0
 
     async def begin(self) -> None:
-        """Compare the clocks. Raises DeviceLostError, DriverError."""
+        """Compare the clocks. Raises DeviceLostError, DriverError, or ClosedError if it was terminated meanwhile."""
         try:
             for _ in range(3):
                 event, after_ns = self._take(), now_ns()
                 self._idle.enqueue_record(event)
-                while not event.query():  # noqa: ASYNC110 (nobody is told of events)
+                while not event.query():
                     await asyncio.sleep(0 if now_ns() - after_ns < 1_000_000 else 0.001)
+                    self._check_alive()  # before the driver is called again
                 before_ns = now_ns()
                 if self._reference is None:
                     self._reference, self._tie = event, Tie(after_ns, before_ns)
@@ -103,6 +105,10 @@ class Tracer:
             self._on_lost(error)
             raise
         self.began_ns = now_ns()
+
+    def _check_alive(self) -> None:
+        if self._lanes.dead is not None:
+            raise self._lanes.dead.with_traceback(None)
 
     # -- what it is told -------------------------------------------------------------------
 
@@ -259,7 +265,8 @@ class Tracer:
         self.uncertainty_ns = max(self.uncertainty_ns, self._tie.uncertainty_ns)
         if self._lanes.dead is None:
             for event in dict.fromkeys(events):
-                event.close()
+                with suppress(DriverError):  # of a device that was closed while the trace began
+                    event.close()
 
     def end(self) -> None:
         """Record nothing any more."""

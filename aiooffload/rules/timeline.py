@@ -104,7 +104,7 @@ def events(
     """Yield the events of a trace that lasted from ``began_ns`` to ``ended_ns``, in no order of time."""
     recorded = sorted(operations, key=lambda one: one.number)
     spans = _on_lanes(recorded, ended_ns)
-    for process, name in ((DEVICE, device), (HOST, "host")):
+    for process, name in ((DEVICE, f"lanes of {device}"), (HOST, "host")):
         yield _name("process_name", process, 0, name)
         yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
     yield from _lanes(recorded)

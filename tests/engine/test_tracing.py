@@ -184,6 +184,39 @@ async def test_loss_at_the_beginning() -> None:
             r.launch(nothing)
 
 
+async def test_terminated_at_the_beginning() -> None:
+    """Terminating while the clocks are compared ends that, with no driver call afterwards."""
+
+    class Never:
+        """An event that is never reached."""
+
+        queries = 0
+
+        def query(self) -> bool:
+            self.queries += 1
+            return False
+
+        def close(self) -> None:
+            raise AssertionError("a driver call")
+
+    class NeverDevice(SpyDevice):
+        event = Never()
+
+        def create_timed_event(self) -> Never:
+            return self.event
+
+    device = NeverDevice()
+    device.swallowed.add("enqueue_record")
+    async with rig(device, lanes=1, bury=True) as r:
+        task = asyncio.create_task(begun(r))
+        await until(lambda: device.event.queries > 2)
+        r.off.terminate()
+        count = device.event.queries
+        with pytest.raises(ao.ClosedError):
+            await task
+        assert device.event.queries == count
+
+
 async def test_what_the_driver_refuses(device_label: str) -> None:
     """A custom operation that raises after it has enqueued something is in it once, with its failure and its times."""
     async with rig(device_label, lanes=1) as r:
