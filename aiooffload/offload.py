@@ -19,6 +19,7 @@ from aiooffload.engine.host_functions import HostFunction, OnError, check_outsid
 from aiooffload.engine.submission import After, Terms
 from aiooffload.errors import ClosedError, UsageError
 from aiooffload.operation import Operation
+from aiooffload.trace import Trace
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -876,6 +877,42 @@ class Offload:
         return self._open_engine().transfers.fill(buffer, value, Terms(after, lane, instant, None, priority))
 
     # -- the whole -------------------------------------------------------------------------
+
+    def trace(self, path: str | os.PathLike[str], *, timeout_s: float = 30.0) -> Trace:
+        """Record what is submitted inside ``async with off.trace(path):``, and when it ran on which lane.
+
+        Parameters
+        ----------
+        path
+            The file to write: JSON that https://ui.perfetto.dev, chrome://tracing and ``scripts/timeline`` open. It is
+            opened, and emptied, on entry, and complete once the block was left.
+        timeout_s
+            Leaving the block waits for what was submitted inside, for so many seconds at most. Then the file says
+            of the rest that it is unfinished.
+
+        Returns
+        -------
+        Trace
+            To be entered, once.
+
+        Raises
+        ------
+        UsageError
+            On entry: there is a trace already, or a host function asks for one.
+        OSError
+            On entry: the file cannot be written. Nothing was recorded, and everything goes on.
+
+        Notes
+        -----
+        *Times* are the device's, from events before and after each operation on its lane, put on the host's clock to
+        within microseconds; ``op.duration_ns`` stays what the host saw.
+        *Cost.* Inside, a launch takes the long way and two events more, and coarse ones have marks of their own. A
+        lane has two entries more for each operation, so that with ``lane_depth`` above 128 a full one may block.
+        *Failure.* Whatever ends the block, an exception or a lost device, what is known is written.
+        *Source.* "Trace Event Format" of the Chromium project; cuEventElapsedTime.
+        """
+        self._open_engine()
+        return Trace(path, timeout_s, self._open_engine)
 
     async def drain(self) -> None:
         """Wait until everything submitted so far and meanwhile is done. Raises nothing of theirs."""

@@ -85,6 +85,8 @@ class Operation:
     keep: object
     arrival: Callable[[Any], None] | None
     failure: BaseException | None
+    kind: Any
+    nbytes: int
     submitted_ns: int
     @property
     def finished_ns(self) -> int: ...
@@ -291,10 +293,12 @@ def cuda_initialise(error: Callable[[str, int], BaseException]) -> None:
     """Resolve the CUDA driver's entry points; RuntimeError where there is none or it is too old."""
 
 class CudaEvent:
-    def __init__(self, context: int) -> None: ...
+    def __init__(self, context: int, timed: bool = False) -> None: ...
     @property
     def handle(self) -> int: ...
     def query(self) -> bool: ...
+    def elapsed_ns(self, since: Any) -> int:
+        """Nanoseconds on the device since another one; both timed and reached."""
     def close(self) -> None: ...
 
 class CudaStream:
@@ -340,6 +344,8 @@ class HostContext:
 class HostEvent:
     def __init__(self) -> None: ...
     def query(self) -> bool: ...
+    def elapsed_ns(self, since: Any) -> int:
+        """Nanoseconds since another one was reached; RuntimeError unless both were."""
     def close(self) -> None: ...
 
 class HostStream:
@@ -496,6 +502,8 @@ class Channel:
     @property
     def suspended(self) -> int:
         """How many handlers, ever, were not done with their first step."""
+    on_served: Callable[[Request, int, int], object] | None
+    """Told of each handler that ended (its request, when it began on the clock of now_ns, whether it failed)."""
     unsettled: int
     """Launches that have ended with something unread; kept by the owner."""
     @property

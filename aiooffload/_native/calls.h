@@ -62,7 +62,9 @@ typedef struct AoRequest {
     AoEntry first, *entries;    /* entries is &first until there is a second one */
     uint32_t count, capacity; /* of entries */
     uint32_t rows, row_capacity; /* data has room for row_capacity of them until the request is sealed */
+    int64_t began_ns;         /* when its handler started; 0 if nobody was to be told */
     char running;             /* its handler takes its first step */
+    char failed;              /* its handler raised */
     char finished;
 } AoRequest;
 
@@ -99,6 +101,7 @@ typedef struct AoChannel {
     int64_t served_ns;        /* when something was last read, */
     int64_t gap_ns;           /* and how long before that there was silence, the last time that says something */
     int unsettled;            /* launches that have ended with something unread; the owner's, for who looks */
+    PyObject *on_served;      /* told (request, began_ns, failed) of each handler that ended; NULL: nobody is */
     Py_ssize_t together;      /* requests that the last drain found, if it filled a batch */
     uint64_t suspended;       /* handlers, ever, that were not done with their first step */
     char busy;                /* a drain is running: what it calls may ask for another */

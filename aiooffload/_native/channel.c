@@ -282,6 +282,7 @@ static int channel_traverse(AoChannel *self, visitproc visit, void *arg) {
     Py_VISIT(self->handlers);
     Py_VISIT(self->owner);
     Py_VISIT(self->last);
+    Py_VISIT(self->on_served);
     for (unsigned i = 0; i < AO_LAUNCHES; i++) Py_VISIT(self->callers[i]);
     return 0;
 }
@@ -294,6 +295,7 @@ static int channel_clear(AoChannel *self) {
     Py_CLEAR(self->handlers);
     Py_CLEAR(self->owner);
     Py_CLEAR(self->last);
+    Py_CLEAR(self->on_served);
     return 0;
 }
 
@@ -322,6 +324,20 @@ static PyMemberDef channel_members[] = {
     {"closed", T_BOOL, offsetof(AoChannel, closed), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
+static PyObject *channel_get_on_served(AoChannel *self, void *Py_UNUSED(closure)) {
+    return Py_NewRef(self->on_served ? self->on_served : Py_None);
+}
+
+static int channel_set_on_served(AoChannel *self, PyObject *value, void *Py_UNUSED(closure)) {
+    Py_XSETREF(self->on_served, value == Py_None ? NULL : Py_XNewRef(value));
+    return 0;
+}
+
+static PyGetSetDef channel_getset[] = {
+    {"on_served", (getter)channel_get_on_served, (setter)channel_set_on_served, "Told of each handler that ended, or None.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 PyTypeObject AoChannel_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.Channel",
     .tp_doc = "The host's end of a channel.",
@@ -333,4 +349,5 @@ PyTypeObject AoChannel_Type = {
     .tp_clear = (inquiry)channel_clear,
     .tp_methods = channel_methods,
     .tp_members = channel_members,
+    .tp_getset = channel_getset,
 };

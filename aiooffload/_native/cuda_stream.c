@@ -74,6 +74,7 @@ enum { MEMORY_UNIFIED = 4 };
     X(event_create, "cuEventCreate", (void **, unsigned))                                                              \
     X(event_record, "cuEventRecord", (void *, void *))                                                                 \
     X(event_query, "cuEventQuery", (void *))                                                                           \
+    X(event_elapsed, "cuEventElapsedTime", (float *, void *, void *))                                                  \
     X(event_destroy, "cuEventDestroy_v2", (void *))                                                                    \
     X(stream_wait_event, "cuStreamWaitEvent", (void *, void *, unsigned))                                              \
     X(stream_query, "cuStreamQuery", (void *))                                                                         \
@@ -169,27 +170,29 @@ static PyObject *query_result(const char *entry_point, int status) {
 typedef struct {
     PyObject_HEAD
     void *event;              /* NULL once closed */
+    void *context;            /* the event's */
 } CudaEvent;
 
 /* An event belongs to the context that is current, so this one call needs ours. */
-static int create_event(void *context, void **event) {
+static int create_event(void *context, int timed, void **event) {
     void *ignored;
     int status = cu.ctx_push(context);
     if (status) return status;
-    status = cu.event_create(event, EVENT_DISABLE_TIMING);
+    status = cu.event_create(event, timed ? 0 : EVENT_DISABLE_TIMING);
     cu.ctx_pop(&ignored);
     return status;
 }
 
 static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"context", NULL};
+    static char *names[] = {"context", "timed", NULL};
     unsigned long long context;
-    int status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "K:CudaEvent", names, &context)) return NULL;
+    int status, timed = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "K|p:CudaEvent", names, &context, &timed)) return NULL;
     if (!make_error) return PyErr_Format(PyExc_RuntimeError, "cuda_initialise() was not called");
     CudaEvent *self = (CudaEvent *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    RELAXED(create_event((void *)(uintptr_t)context, &self->event));
+    self->context = (void *)(uintptr_t)context;
+    RELAXED(create_event(self->context, timed, &self->event));
     if (status) {
         self->event = NULL;
         Py_DECREF(self);
@@ -202,6 +205,35 @@ static PyObject *event_query(CudaEvent *self, PyObject *Py_UNUSED(ignored)) {
     int status;
     RELAXED(cu.event_query(self->event));
     return query_result("cuEventQuery", status);
+}
+
+static CudaEvent *as_event(PyObject *value) {
+    if (!PyObject_TypeCheck(value, &AoCudaEvent_Type) || !((CudaEvent *)value)->event) {
+        PyErr_SetString(PyExc_TypeError, "not an open CudaEvent");
+        return NULL;
+    }
+    return (CudaEvent *)value;
+}
+
+/* In the events' context: of the calls on events this one alone was not tried without. */
+static int elapsed(const CudaEvent *self, const CudaEvent *since, float *milliseconds) {
+    void *ignored;
+    int status = cu.ctx_push(self->context);
+    if (status) return status;
+    status = cu.event_elapsed(milliseconds, since->event, self->event);
+    cu.ctx_pop(&ignored);
+    return status;
+}
+
+/* The driver gives milliseconds as a float: exact to half a microsecond within seconds, and worse beyond. */
+static PyObject *event_elapsed_ns(CudaEvent *self, PyObject *value) {
+    CudaEvent *since = as_event(value);
+    float milliseconds = 0;
+    int status;
+    if (!since || !as_event((PyObject *)self)) return NULL;
+    RELAXED(elapsed(self, since, &milliseconds));
+    if (status) return fail("cuEventElapsedTime", status);
+    return PyLong_FromLongLong((long long)((double)milliseconds * 1e6 + (milliseconds < 0 ? -0.5 : 0.5)));
 }
 
 static PyObject *event_close(CudaEvent *self, PyObject *Py_UNUSED(ignored)) {
@@ -220,6 +252,7 @@ static PyObject *event_handle(CudaEvent *self, void *Py_UNUSED(c)) {
 
 static PyMethodDef event_methods[] = {
     {"query", (PyCFunction)event_query, METH_NOARGS, "Whether the work before the last record is done."},
+    {"elapsed_ns", (PyCFunction)event_elapsed_ns, METH_O, "Nanoseconds on the device since another one; both timed."},
     {"close", (PyCFunction)event_close, METH_NOARGS, "Destroy it; idempotent."},
     {NULL, NULL, 0, NULL},
 };
@@ -526,14 +559,6 @@ static PyObject *stream_enqueue_fill(CudaStream *self, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "a pattern has 1, 2, 4, 8 or 16 bytes, not %zd", width);
     if (count) ON_STREAM(fill(self, address, pattern, (size_t)width, count));
     return none_or_fail("cuMemsetAsync", status);
-}
-
-static CudaEvent *as_event(PyObject *value) {
-    if (!PyObject_TypeCheck(value, &AoCudaEvent_Type) || !((CudaEvent *)value)->event) {
-        PyErr_SetString(PyExc_TypeError, "not an open CudaEvent");
-        return NULL;
-    }
-    return (CudaEvent *)value;
 }
 
 static PyObject *stream_enqueue_record(CudaStream *self, PyObject *value) {

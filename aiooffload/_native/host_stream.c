@@ -103,6 +103,7 @@ static void after_fork(void) {
 
 typedef struct {
     uint64_t done;             /* goes from 0 to 1 once */
+    int64_t reached_ns;        /* when it did; set before */
     uint32_t references;       /* the event's latest, its record command, the waits for it */
 } Point;
 
@@ -263,6 +264,19 @@ static void event_dealloc(HostEvent *self) {
 
 static PyObject *event_query(HostEvent *self, PyObject *Py_UNUSED(ignored)) {
     return PyBool_FromLong(self->latest == NULL || reached(&self->latest->done, 1));
+}
+
+/* 0 with an exception unless it was recorded and reached. */
+static int64_t reached_ns(PyObject *event) {
+    const Point *point = PyObject_TypeCheck(event, &AoHostEvent_Type) ? ((HostEvent *)event)->latest : NULL;
+    if (point && reached(&point->done, 1)) return point->reached_ns;
+    PyErr_SetString(PyExc_RuntimeError, "not an event that was recorded and reached");
+    return 0;
+}
+
+static PyObject *event_elapsed_ns(HostEvent *self, PyObject *since) {
+    int64_t began = reached_ns(since), ended = began ? reached_ns((PyObject *)self) : 0;
+    return ended ? PyLong_FromLongLong(ended - began) : NULL;
 }
 
 static PyObject *event_close(HostEvent *self, PyObject *Py_UNUSED(ignored)) {
@@ -560,6 +574,7 @@ static void execute(HostStream *self, const Command *c, PyThreadState **released
     case COPY_BOX: copy_box(&c->box, released); break;
     case FILL: fill(c, released); break;
     case RECORD:
+        c->point->reached_ns = ao_now_ns();
         __atomic_store_n(&c->point->done, 1, __ATOMIC_SEQ_CST);
         ao_host_notify();
         point_release(c->point);
@@ -892,6 +907,7 @@ PyTypeObject AoHostContext_Type = {
 
 static PyMethodDef event_methods[] = {
     {"query", (PyCFunction)event_query, METH_NOARGS, "Whether the work before the last record is done."},
+    {"elapsed_ns", (PyCFunction)event_elapsed_ns, METH_O, "Nanoseconds since another one was reached."},
     {"close", (PyCFunction)event_close, METH_NOARGS, "Destroy it; pending waits keep what they saw."},
     {NULL, NULL, 0, NULL},
 };

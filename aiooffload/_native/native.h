@@ -83,7 +83,8 @@ typedef struct {
     PyObject *waiters;        /* NULL, one asyncio.Future, or a dict of futures */
     PyObject *callbacks;      /* NULL or a list of (callable, context) */
     /* What the engine keeps with it; this file and the board only hold them. NULL reads as None. */
-    PyObject *owner, *name, *lane, *deps, *requires, *prepared, *steps, *stop, *followers;
+    PyObject *owner, *name, *lane, *deps, *requires, *prepared, *steps, *stop, *followers, *kind;
+    int64_t nbytes;           /* what it moves, as far as anybody wants to know: 0 for a launch */
     int holds;
     int priority;
     char streamed;

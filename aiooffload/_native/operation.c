@@ -389,7 +389,7 @@ static int operation_init(AoOperation *self, PyObject *args, PyObject *kwargs) {
 /* Every object member but the loop, which is never NULL. */
 #define MEMBERS(X)                                                                                                     \
     X(plan) X(keep) X(arrival) X(result) X(failure) X(waiters) X(callbacks) X(queue) X(owner) X(name) X(lane) X(deps)  \
-    X(requires) X(prepared) X(steps) X(stop) X(followers)
+    X(requires) X(prepared) X(steps) X(stop) X(followers) X(kind)
 
 static int operation_traverse(AoOperation *self, visitproc visit, void *arg) {
     Py_VISIT(self->loop);
@@ -476,6 +476,8 @@ static PyMemberDef operation_members[] = {
     {"steps", T_OBJECT, offsetof(AoOperation, steps), 0, NULL},
     {"stop", T_OBJECT, offsetof(AoOperation, stop), 0, NULL},
     {"followers", T_OBJECT, offsetof(AoOperation, followers), 0, NULL},
+    {"kind", T_OBJECT, offsetof(AoOperation, kind), 0, NULL},
+    {"nbytes", T_LONGLONG, offsetof(AoOperation, nbytes), 0, NULL},
     {"holds", T_INT, offsetof(AoOperation, holds), 0, NULL},
     {"streamed", T_BOOL, offsetof(AoOperation, streamed), 0, NULL},
     {"calling", T_BYTE, offsetof(AoOperation, calling), 0, NULL},

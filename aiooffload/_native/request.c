@@ -68,12 +68,21 @@ static void answer_all(AoRequest *self, uint64_t status, const unsigned char *da
     ao_host_notify();
 }
 
+static void tell_served(AoRequest *self) {
+    PyObject *told = Py_NewRef(self->channel->on_served);
+    PyObject *ignored = PyObject_CallFunction(told, "OLi", (PyObject *)self, (long long)self->began_ns, (int)self->failed);
+    if (!ignored) PyErr_WriteUnraisable(told);
+    Py_XDECREF(ignored);
+    Py_DECREF(told);
+}
+
 int ao_request_close(AoRequest *self) {
     if (self->finished) return 0;
     self->finished = 1;
     int status = 0;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    if (self->began_ns && self->channel->on_served) tell_served(self);
     Py_CLEAR(self->task);
     for (uint32_t i = 0; i < self->count; i++) {
         AoCaller *caller = self->entries[i].caller;
@@ -92,6 +101,7 @@ int ao_request_close(AoRequest *self) {
 
 int ao_request_fail(AoRequest *self) {
     PyObject *type, *error, *traceback;
+    self->failed = 1;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback) PyException_SetTraceback(error, traceback);
@@ -221,6 +231,7 @@ static int await_task(AoRequest *self, PyObject *task) {
 }
 
 int ao_request_start(AoRequest *self, PyObject *coroutine) {
+    if (self->channel->on_served) self->began_ns = ao_now_ns();
     if (!coroutine) return ao_request_fail(self);
     int wanted = !is_unwanted(self);
     self->running = 1;

@@ -51,6 +51,7 @@ __all__ = [
     "KernelSource",
     "RegisteredMemory",
     "Stream",
+    "TimedEvent",
 ]
 
 MAX_QUEUED: Final = 500
@@ -218,6 +219,16 @@ class Event(Protocol):
         """Destroy it; allowed while recorded work is pending. *HIP:* hipEventDestroy."""
 
 
+class TimedEvent(Event, Protocol):
+    """An event that knows when the device reached it."""
+
+    def elapsed_ns(self, since: Any) -> int:
+        """Return the nanoseconds on the device's clock from timer ``since`` to this one, both reached; may be negative.
+
+        Exact to a microsecond if they are less than 4 seconds apart. *HIP:* hipEventElapsedTime.
+        """
+
+
 class Stream(Protocol):
     """An in-order queue of device work that is not ordered with the default stream."""
 
@@ -336,6 +347,9 @@ class Device(Protocol):
 
     def create_event(self) -> Event:
         """Create an event without timing. *HIP:* hipEventCreateWithFlags."""
+
+    def create_timed_event(self) -> TimedEvent:
+        """Create an event with timing. *HIP:* hipEventCreate."""
 
     def use_allocator(self, resource: object) -> None:
         """Allocate from the program's ``resource`` from now on, which has the protocol of ``cuda.core.MemoryResource``.

@@ -336,7 +336,8 @@ class Copies:
         piece.keep = (parent.keep, lease)
         piece.add_done_callback(Operation.look)  # its failure is the copy's, told there
         piece.steps = _together(calls)
-        self._lanes.place(piece, parent.lane, is_piece=True)
+        piece.kind = "piece"
+        self._lanes.place(piece, parent.lane, part_of=parent)
         return piece
 
     async def _pass(

@@ -52,7 +52,8 @@ from aiooffload.rules.wake import WakeMode, WakePolicy
 
 if TYPE_CHECKING:
     from aiooffload._native import Channel, Word
-    from aiooffload.drivers.api import Device, RegisteredMemory
+    from aiooffload.drivers.api import Device, RegisteredMemory, Stream
+    from aiooffload.types import Recorder
 
 __all__ = ["Engine"]
 
@@ -122,6 +123,10 @@ class Engine:
         self.lost: DeviceLostError | None = None
         self.fallback = ""
         self._wake_mode: WakeMode = wake
+        # Launches may take the short path as long as nothing else is wrong.
+        self._may_hurry = False
+        # There is a trace, or one that begins or ends.
+        self.tracing = False
         self._closing: asyncio.Task[None] | None = None
         self._executor = executor
         # Background tasks: large copies on their way. Each ends its own operation.
@@ -247,6 +252,7 @@ class Engine:
         words = await self.offload(register, (self._calling_lanes + 2) * _WORD_STRIDE)
         state = self.memory.empty(wire.STATE_NBYTES, np.uint8)
         cleared: Operation[None] = Operation(self.loop, self, "clear channel")
+        cleared.kind, cleared.nbytes = "fill", wire.STATE_NBYTES
         cleared.steps = lambda stream: stream.enqueue_fill(state.address, b"\0", wire.STATE_NBYTES)
         self.lanes.place(cleared, None)
         await cleared
@@ -275,6 +281,7 @@ class Engine:
 
     def _on_channel(self, channel: Channel) -> None:
         self.board.channel = channel
+        self._tell_served()
         self.completion.calls = self.reverse
 
     async def _register(self, nbytes: int) -> RegisteredMemory:
@@ -331,7 +338,7 @@ class Engine:
             cure = "set CUDA_DEVICE_MAX_CONNECTIONS=32, or leave it unset, before anything uses CUDA"
             self._fall_back(reason, cure)
         else:
-            self.completion.policy.monitor = self.launcher.ready = True
+            self.completion.policy.monitor = self.launcher.ready = self._may_hurry = True
 
     async def _grow(self, staging: Staging) -> None:
         staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
@@ -396,6 +403,23 @@ class Engine:
             self.reverse.cancel(operation)
         self.host_tasks.cancel(operation)
 
+    # -- traces ----------------------------------------------------------------------------
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell ``recorder`` of everything from now on, for which all has to go the long way; None: nobody."""
+        self.lanes.recorder = recorder
+        self.launcher.ready = recorder is None and self._may_hurry and self.refusal is None
+        self._tell_served()
+
+    def _tell_served(self) -> None:
+        if self.board.channel is not None:
+            recorder = self.lanes.recorder
+            self.board.channel.on_served = None if recorder is None else recorder.served
+
+    def aside(self, call: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:
+        """Start a call that may wait for a disk on a thread of its own, also when nothing is open any more."""
+        return self.loop.run_in_executor(_calls, call, *args)
+
     # -- progress --------------------------------------------------------------------------
 
     def device_progress(self, operation: Operation[Any]) -> tuple[int, int]:
@@ -443,6 +467,11 @@ class Engine:
 
     def _on_flight(self) -> None:
         self.watchdog.notice()
+
+    @property
+    def idle_stream(self) -> Stream:
+        """A stream that carries nothing of the program's."""
+        return self._idle_stream
 
     @property
     def quiet(self) -> bool:
@@ -629,6 +658,8 @@ class Engine:
             await self.completion.disarmed()
         self.completion.stop(lost=False)
         self.reverse.close()
+        if self.lanes.recorder is not None:
+            self.lanes.recorder.release()
         for lane in self.lanes.lanes:
             lane.close()
         self._monitor.close()

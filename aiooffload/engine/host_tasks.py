@@ -58,6 +58,7 @@ class HostTasks:
         if failure is not None:
             self._end(operation, None, failure)
             return
+        self._lanes.tell_on_host(operation)
         task = self._loop.create_task(function(), name=f"aiooffload {operation.name}", context=context)
         self.running[operation] = task
         task.add_done_callback(lambda task: self._ended(operation, task))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from aiooffload.drivers.api import Event, Stream
     from aiooffload.engine.completion import Completion
+    from aiooffload.types import Recorder
 
 __all__ = ["ALWAYS", "Lane", "Lanes", "Positions"]
 
@@ -195,12 +196,23 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         self._tell_finished = on_finished
         self._on_lost = on_lost
         self._completion = completion
+        # Told of what happens while there is a trace, else None.
+        self.recorder: Recorder | None = None
         self._rooms: deque[asyncio.Future[None]] = deque()
         self._lessees: list[asyncio.Future[None]] = []
         # Those of them that were told and have not run yet: each may take one place.
         self._told: set[asyncio.Future[None]] = set()
 
     # -- carrying out ----------------------------------------------------------------------
+
+    def place(self, operation: Operation[Any], lane: Lane | None, part_of: Operation[Any] | None = None) -> None:
+        """Send ``operation`` to the device, or keep it on the host until it can go."""
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.submitted(operation, part_of)
+        super().place(operation, lane, part_of)
+        if recorder is not None:
+            recorder.placed(operation)
 
     def _start(self, operation: Operation[Any], lane: Lane, waits: list[Operation[Any]]) -> None:
         """Enqueue it behind ``waits``."""
@@ -209,6 +221,7 @@ class Lanes(Scheduler[Operation[Any], Lane]):
                 dep.lane.enqueue_wait_for(dep.sequence, lane.stream)
             if operation.streamed:
                 assert operation.steps is not None
+                self.tell_on_host(operation)
                 operation.steps(lane.stream)  # enqueues piece by piece and comes back by itself
             else:
                 self._enqueue_marked(operation, lane)
@@ -238,19 +251,29 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         queue, marks = lane.queue, self._completion.marks
         if marks:
             marks.reserve()  # before there is anything to mark
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.begins(operation, lane)
         if operation.steps is None:
             assert operation.plan is not None
-            sequence = 0 if marks or operation.coarse else queue.next_sequence
+            sequence = 0 if marks or recorder or operation.coarse else queue.next_sequence
             lane.stream.enqueue_kernel(operation.plan, operation.prepared, operation, sequence)
         else:
             operation.steps(lane.stream)
-        if (marks or operation.steps is not None) and not operation.coarse:
+        if recorder is not None:
+            recorder.ends(operation, lane)
+        if (marks or recorder or operation.steps is not None) and not operation.coarse:
             self._enqueue_mark(lane, queue.next_sequence)
         queue.push(operation)
         if queue.precise:
             lane.enqueue_position()
         operation.deps = operation.prepared = operation.steps = None
         self._completion.notice()
+
+    def tell_on_host(self, operation: Operation[Any]) -> None:
+        """Let a trace know that the host begins to work on ``operation``."""
+        if self.recorder is not None:
+            self.recorder.on_host(operation)
 
     def _enqueue_mark(self, lane: Lane, sequence: int) -> None:
         if self._completion.marks is None:

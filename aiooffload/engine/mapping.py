@@ -167,6 +167,7 @@ class Mapping:
                 stream.enqueue_copy(destination, source, nbytes)
 
         operation.steps = steps
+        operation.kind, operation.nbytes = "copy", sum(nbytes for _, _, nbytes in copies)
         operation.keep = block.array[:]
         self._lanes.place(operation, lane)
         return operation

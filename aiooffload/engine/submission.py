@@ -281,6 +281,7 @@ class Submission:
         self._check_open()
         name = getattr(function, "__name__", "host task")
         operation: Operation[_T] = Operation(self._loop, self._owner, name)
+        operation.kind = "host task"
         self._host_tasks.prepare(operation, function, copy_context())
         try:
             self.submit(operation, (), Terms(after))
@@ -307,6 +308,7 @@ class Submission:
             operation.arrival = lambda op: op.finish(value)
 
         operation.steps = steps
+        operation.kind = "custom operation"
         self.submit(operation, (), terms)
         return operation
 
@@ -314,6 +316,7 @@ class Submission:
         """Submit a replay of a graph; see ``Offload.launch_graph``."""
         operation: Operation[None] = Operation(self._loop, self._owner, "graph")
         operation.steps = self._device.replay(graph)
+        operation.kind = "graph"
         self.submit(operation, (), terms, keep=graph)
         return operation
 
@@ -322,6 +325,7 @@ class Submission:
         self._check_open()
         operation: Operation[None] = Operation(self._loop, self._owner, "gate")
         operation.gate = True
+        operation.kind = "gate"
         operation.steps = lambda stream: None
         if not isinstance(lane, Lane):
             raise UsageError(f"a gate stands on a lane: pass one of off.lanes, not {lane!r}")
@@ -337,6 +341,7 @@ class Submission:
         self._check_open()
         lane = self._adoptions.adopt(stream, None)
         operation: Operation[None] = Operation(self._loop, self._owner, "completion")
+        operation.kind = "completion"
         operation.steps = lambda stream: None
         try:
             self.submit(operation, (), Terms(lane=lane))

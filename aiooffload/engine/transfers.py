@@ -6,6 +6,7 @@ How the bytes go is the business of :mod:`aiooffload.engine.copies`; here it is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,6 +127,7 @@ class Transfers:
     def _fill(self, buffer: Buffer, pattern: bytes, terms: Terms) -> Operation[None]:
         self._check_open()
         operation: Operation[None] = Operation(self._loop, self._owner, "fill")
+        operation.kind, operation.nbytes = "fill", buffer.nbytes
         if buffer.c_contiguous:
             self._copies.fill(operation, buffer, pattern, buffer.nbytes // len(pattern))
         else:
@@ -149,6 +151,7 @@ class Transfers:
         operation: Operation[Any] = Operation(self._loop, self._owner, name)
         host = _host_array(src, writes=False)
         layout = _match(dst, host, extent)
+        operation.kind, operation.nbytes = name, layout.nbytes
         target = Place(dst.address, layout.dst_strides)
         uses: list[tuple[Allocation | PinnedArray, bool]] = [(dst.allocation, True)]
         if isinstance(src, PinnedArray):
@@ -173,6 +176,7 @@ class Transfers:
         operation: Operation[Any] = Operation(self._loop, self._owner, name)
         host = _host_array(dst, writes=True)
         layout = _match(host, src, extent)
+        operation.kind, operation.nbytes = name, layout.nbytes
         source = Place(src.address, layout.src_strides)
         uses: list[tuple[Allocation | PinnedArray, bool]] = [(src.allocation, False)]
         if isinstance(dst, PinnedArray):
@@ -186,7 +190,8 @@ class Transfers:
 
     def _on_device(self, dst: Buffer, src: Buffer, extent: int | Sequence[int] | None, terms: Terms) -> Operation[None]:
         self._check(dst, src)
-        shape, itemsize, dst_strides, src_strides, flat = _match(dst, src, extent)
+        layout = _match(dst, src, extent)
+        shape, itemsize, dst_strides, src_strides, flat = layout
         target, source = Place(dst.address, dst_strides), Place(src.address, src_strides)
         spans = (shape[0], shape[0]) if flat else (span(shape, itemsize, s) for s in (dst_strides, src_strides))
         dst_span, src_span = spans
@@ -194,6 +199,7 @@ class Transfers:
         if overlaps(target.address, dst_span, source.address, src_span):
             raise UsageError("source and destination overlap")
         operation: Operation[None] = Operation(self._loop, self._owner, "copy")
+        operation.kind, operation.nbytes = "copy", layout.nbytes
         self._copies.direct(operation, shape, itemsize, target, source)
         self._submit(operation, [(dst.allocation, True), (src.allocation, False)], terms)
         return operation
@@ -216,6 +222,11 @@ class _Layout(NamedTuple):
     src_strides: tuple[int, ...]
     flat: bool = False
     """Both are contiguous: their bytes, whatever their shapes and dtypes are."""
+
+    @property
+    def nbytes(self) -> int:
+        """How much is copied."""
+        return prod(self.shape) * self.itemsize
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return the elements of ``array`` that are copied."""

@@ -320,11 +320,11 @@ class Scheduler(Generic[_W, _L]):
         """Return a calling lane on which nothing runs or waits, None if there is none."""
         return next((lane for lane in self.calling if not lane.waiting and not lane.queue.in_flight), None)
 
-    def place(self, operation: _W, lane: _L | None, is_piece: bool = False) -> None:
+    def place(self, operation: _W, lane: _L | None, part_of: _W | None = None) -> None:
         """Send ``operation`` to the device, or keep it on the host until it can go.
 
-        ``operation.deps`` holds what must come before it, ``holds`` what else keeps it. ``is_piece``: it
-        belongs to something streamed that has started on ``lane``, and so came before every gate that waits.
+        ``operation.deps`` holds what must come before it, ``holds`` what else keeps it. ``part_of``: the
+        streamed operation that it belongs to, which has started on ``lane``, and so came before every gate that waits.
         """
         if self.dead is not None:
             self.on_host.pop(operation, None)
@@ -346,7 +346,9 @@ class Scheduler(Generic[_W, _L]):
                 self._ready.append(operation)
                 self._start_ready()
         else:
-            self._to_lane(operation, self._choose(operation, operation.deps or ()), 0 if is_piece else self._gates)
+            self._to_lane(
+                operation, self._choose(operation, operation.deps or ()), self._gates if part_of is None else 0
+            )
 
     def _hold_until_done(self, operation: _W, deps: Iterable[_W]) -> None:
         """Hold ``operation``, which runs on the host, until ``deps`` are done, not only on the device."""

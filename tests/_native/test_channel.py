@@ -345,6 +345,64 @@ async def test_a_reply_within_the_drain(host: Host) -> None:
 
 
 @pytest.mark.all_loops
+async def test_whoever_asks_is_told_of_each_handlers_end(host: Host) -> None:
+    """``on_served`` gets each request with the time its handler began, once, and whether that failed; None: nobody."""
+    caller = host.attach()
+    told: list[tuple[list[Caller], int, int]] = []
+
+    async def halve(number: int) -> int:
+        if number % 2:
+            raise ValueError(number)
+        await asyncio.sleep(0)
+        return number // 2
+
+    host.add(1, halve, "i", "i", kind=Kind.INT)
+    host.send(1, struct.pack("i", 2), cell=0)
+    host.drain()  # nobody is there when it begins
+    host.channel.on_served = lambda request, began_ns, failed: told.append((request.callers, began_ns, failed))
+    await host.settle()
+    assert told == []
+    began_ns = now_ns()
+    for cell, number in enumerate((4, 5, 6)):
+        host.send(1, struct.pack("i", number), cell=cell)
+    host.drain()
+    await host.settle()
+    assert sorted(failed for _, _, failed in told) == [0, 0, 1]
+    assert all(callers == [caller] and began_ns <= ns <= now_ns() for callers, ns, _ in told)
+    host.channel.on_served = None
+    assert host.channel.on_served is None
+    host.send(1, struct.pack("i", 8), cell=3)
+    host.drain()
+    await host.settle()
+    assert len(told) == 3
+
+
+async def test_who_is_told_may_raise(host: Host) -> None:
+    """What ``on_served`` raises is nobody's; the reply and the launch are as they would be."""
+    caller = host.attach()
+    texts: list[str] = []
+
+    async def handler(number: int) -> int:
+        return number
+
+    def raises(request: Request, began_ns: int, failed: int) -> None:
+        raise ZeroDivisionError
+
+    host.add(1, handler, "i", "i", kind=Kind.INT)
+    host.channel.on_served = raises
+    previous, sys.unraisablehook = sys.unraisablehook, lambda args: texts.append(repr(args.exc_value))
+    try:
+        ticket = host.send(1, struct.pack("i", 4), cell=0)
+        host.drain()
+        await host.settle()
+    finally:
+        sys.unraisablehook = previous
+    assert texts == ["ZeroDivisionError()"]
+    assert host.reply(0, ticket) == Answer(Status.OK, Kind.INT, struct.pack("i", 4))
+    assert not caller.requests
+
+
+@pytest.mark.all_loops
 async def test_a_handler_that_waits_replies_later(host: Host) -> None:
     """A handler that has suspended is among its caller's requests until it ends, which writes the reply."""
     caller = host.attach()

@@ -1083,3 +1083,11 @@ async def test_a_finished_wait_that_is_sent_to_stops() -> None:
     operation.finish()
     with pytest.raises(StopIteration):
         operation.__await__().send(None)
+
+
+def test_what_a_trace_says_of_it() -> None:
+    """Kind and size are nothing until somebody sets them, and are kept."""
+    op = idle()
+    assert (op.kind, op.nbytes) == (None, 0)
+    op.kind, op.nbytes = "copy", 2**40
+    assert (op.kind, op.nbytes) == ("copy", 2**40)

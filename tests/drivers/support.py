@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiooffload._native import Operation, Word
-from aiooffload.drivers.api import Block, Device, Event, Function, RegisteredMemory, Stream
+from aiooffload.drivers.api import Block, Device, Event, Function, RegisteredMemory, Stream, TimedEvent
 from aiooffload.kernel import Signature
 
 DEADLINE_S = 20.0
@@ -182,6 +182,11 @@ class Rig:
         event = self.device.create_event()
         self.events.append(event)
         return event
+
+    def timer(self) -> TimedEvent:
+        timer = self.device.create_timed_event()
+        self.events.append(timer)
+        return timer
 
     def block(self, nbytes: int) -> Block:
         block = self.device.allocate(nbytes)

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from aiooffload._native import now_ns
 from aiooffload.drivers.api import MAX_QUEUED, Device
-from aiooffload.errors import OutOfMemoryError, UsageError
+from aiooffload.errors import DriverError, OutOfMemoryError, UsageError
 from tests.drivers.support import COPY_WORD, GEOMETRY, SCALE_ADD, STORE, Kernel, Lane, Rig, give_way, until
 
 M64 = 2**64
@@ -315,6 +316,62 @@ def test_event_may_be_closed_while_pending(rig: Rig) -> None:
     assert not waiting.done()
     latch.open()
     until(waiting.done, "the wait passes")
+
+
+def test_timer_is_an_event(rig: Rig) -> None:
+    """A timer is queried, waited for and closed like any event."""
+    held, waiting, timer = rig.lane(), rig.lane(), rig.timer()
+    latch = rig.hold(held)
+    held.stream.enqueue_record(timer)
+    waiting.stream.enqueue_wait_event(timer)
+    rig.mark(waiting)
+    rig.round_trip()
+    assert not timer.query()
+    assert not waiting.done()
+    latch.open()
+    until(waiting.done, "the wait passes")
+    assert timer.query()
+
+
+def test_timers_measure_what_is_between_them(rig: Rig) -> None:
+    """The time from one timer to another is the device's: at least as long as a kernel in between was held."""
+    lane, before, after = rig.lane(), rig.timer(), rig.timer()
+    lane.stream.enqueue_record(before)
+    until(before.query, "the first timer is reached")
+    latch = rig.hold(lane)
+    lane.stream.enqueue_record(after)
+    began = now_ns()
+    until(lambda: now_ns() - began > 3_000_000, "some time passes")
+    latch.open()
+    until(after.query, "the second timer is reached")
+    assert 2_500_000 < after.elapsed_ns(before) < 30_000_000_000
+    assert abs(after.elapsed_ns(before) + before.elapsed_ns(after)) < 1000
+    assert before.elapsed_ns(before) == 0
+
+
+def test_timers_of_two_streams_share_a_clock(rig: Rig) -> None:
+    """A timer on another stream that was ordered behind one is not before it, to a microsecond."""
+    first, second, before, after = rig.lane(), rig.lane(), rig.timer(), rig.timer()
+    for _ in range(20):
+        first.stream.enqueue_record(before)
+        second.stream.enqueue_wait_event(before)
+        second.stream.enqueue_record(after)
+        until(after.query, "the second timer is reached")
+        assert -1000 <= after.elapsed_ns(before) < 30_000_000_000
+
+
+def test_timer_that_was_not_reached_has_no_time(rig: Rig) -> None:
+    """Asking for a time that is not known yet raises; afterwards it can be had."""
+    lane, before, after = rig.lane(), rig.timer(), rig.timer()
+    lane.stream.enqueue_record(before)
+    until(before.query, "the first timer is reached")
+    latch = rig.hold(lane)
+    lane.stream.enqueue_record(after)
+    with pytest.raises((DriverError, RuntimeError)):
+        after.elapsed_ns(before)
+    latch.open()
+    until(after.query, "the second timer is reached")
+    assert after.elapsed_ns(before) > 0
 
 
 # Copies and fills

@@ -694,7 +694,7 @@ def test_pieces_pass_gates() -> None:
     device.end_awaitable(gate)
     pieces = [Op(f"piece {i}") for i in range(3)]
     for piece in pieces:
-        device.place(piece, lane, is_piece=True)
+        device.place(piece, lane, part_of=streamed)
     while any(lane.queue.operations):
         device.arrive(lane)
     assert all(piece.finished for piece in pieces)

@@ -6,6 +6,7 @@ Each ``assert_type`` states what a user may rely on.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, assert_type
 
 import numpy as np
@@ -116,6 +117,15 @@ async def calls(off: ao.Offload) -> None:
     print(ao.include_dir(), prices, anything)
 
 
+async def traces(off: ao.Offload) -> None:
+    """A trace of what is submitted inside, into a file."""
+    async with off.trace("trace.json") as trace:
+        off.launch(clear, grid=1, block=1, args=(off.zeros(4, np.float32),))
+    assert_type(trace.path, str)
+    async with off.trace(Path("trace.json"), timeout_s=5):
+        pass
+
+
 async def errors(off: ao.Offload) -> str:
     """Errors by class, with what they carry."""
     try:
@@ -136,6 +146,7 @@ async def main() -> None:
         await memory(off, 1024)
         await launches(off, 1024)
         await calls(off)
+        await traces(off)
         print(await errors(off))
 
 

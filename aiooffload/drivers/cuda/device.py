@@ -132,6 +132,10 @@ class CudaDevice:
         """Create an event without timing."""
         return CudaEvent(int(self._context))
 
+    def create_timed_event(self) -> CudaEvent:
+        """Create an event with timing."""
+        return CudaEvent(int(self._context), timed=True)
+
     # -- memory ----------------------------------------------------------------------------
 
     def _create_pool(self) -> Any:

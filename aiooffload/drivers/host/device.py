@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from aiooffload._native import HostContext, HostEvent, HostStream
-from aiooffload.drivers.api import Block, Compiled, DeviceProperties, Event, KernelSource, RegisteredMemory, Stream
+from aiooffload.drivers.api import (
+    Block,
+    Compiled,
+    DeviceProperties,
+    Event,
+    KernelSource,
+    RegisteredMemory,
+    Stream,
+    TimedEvent,
+)
 from aiooffload.drivers.host.adopted import AdoptedStream
 from aiooffload.drivers.host.function import HostFunction, host_implementation
 from aiooffload.drivers.host.limited import LimitedStream
@@ -143,6 +152,10 @@ class HostDevice:
 
     def create_event(self) -> Event:
         """Create an event."""
+        return HostEvent()
+
+    def create_timed_event(self) -> TimedEvent:
+        """Create an event that is asked for its time; its clock is the host's."""
         return HostEvent()
 
     # ---- memory ----
