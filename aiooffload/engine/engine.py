@@ -474,11 +474,12 @@ class Engine:
             self.lose(error)
             raise
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._check_drained())
+        return task
 
     def pause(self, idle: Callable[[], None]) -> None:
         """Maintenance begins: see ``maintenance.Participant``."""
