@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aiooffload.engine.lanes import Lane
-from aiooffload.errors import UsageError
+from aiooffload.errors import DeviceLostError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +68,12 @@ class AdoptedLane(Lane):
         """Stop using the stream."""
         self._give_back(self)
 
+    def enqueue_wait_for(self, sequence: int, waiter: Stream) -> None:
+        """Hold later work of ``waiter``; raises UsageError where that would draw it into a graph."""
+        if sequence > self._event_sequence:
+            check_stream(self.stream)
+        super().enqueue_wait_for(sequence, waiter)
+
 
 class Adoptions:
     """The adopted streams of one engine.
@@ -84,11 +90,21 @@ class Adoptions:
         Returns a new slot in registered memory.
     depth
         How many operations of ours such a lane takes at a time.
+    on_lost
+        Told when the driver says that the device is gone.
     """
 
     def __init__(
-        self, device: Device, lanes: Lanes, board: Board, bell: Word, word: Callable[[], Word], depth: int
+        self,
+        device: Device,
+        lanes: Lanes,
+        board: Board,
+        bell: Word,
+        word: Callable[[], Word],
+        depth: int,
+        on_lost: Callable[[DeviceLostError], None],
     ) -> None:
+        self._on_lost: Final = on_lost
         self._device: Final = device
         self._lanes: Final = lanes
         self._board: Final = board
@@ -112,10 +128,22 @@ class Adoptions:
             return ours
         lane = self._known.get(handle)
         if lane is None:
-            lane = self._make(handle, (stream, owner))
+            try:
+                lane = self._make(handle, (stream, owner))
+            except DeviceLostError as error:
+                self._on_lost(error)
+                raise
             self._known[handle] = self._known[lane.handle] = lane
         self._uses[lane] = self._uses.get(lane, 0) + 1
         return lane
+
+    def check(self, lane: Lane) -> None:
+        """Raise UsageError while the lane's stream captures a graph."""
+        try:
+            check_stream(lane.stream)
+        except DeviceLostError as error:
+            self._on_lost(error)
+            raise
 
     def _make(self, handle: int, owner: object) -> AdoptedLane:
         stream = self._device.adopt_stream(handle)
@@ -123,6 +151,7 @@ class Adoptions:
         same = self._known.get(stream.handle)
         if same is not None:
             return same
+        event = self._device.create_event()  # first: if it fails, nothing was changed
         old = next((lane for lane in self._released if not lane.queue.in_flight), None)
         if old is not None:
             self._released.remove(old)
@@ -131,7 +160,7 @@ class Adoptions:
         else:
             index, queue = len(self._lanes.lanes), self._board.add(self._word(), self._depth, apart=True)
         stream.bind_marks(queue.slot, self._bell)
-        lane = AdoptedLane(index, stream, queue, self._device.create_event(), self._release, owner)
+        lane = AdoptedLane(index, stream, queue, event, self._release, owner)
         queue.attach(stream, lane)
         self._lanes.lanes[index : index + 1] = [lane]  # in the old one's place, or behind all others
         self._lanes.adopted.add(lane)
@@ -145,6 +174,5 @@ class Adoptions:
             return
         del self._uses[lane]
         self._known = {handle: known for handle, known in self._known.items() if known is not lane}
-        self._lanes.mark(lane)
         self._lanes.adopted.remove(lane)
         self._released.append(lane)

@@ -154,7 +154,9 @@ class Engine:
         )
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain, self.reverse.open)
         spare = self._spare_words()
-        self.adoptions: Final = Adoptions(device, self.lanes, self.board, self._bell, lambda: next(spare), depth)
+        self.adoptions: Final = Adoptions(
+            device, self.lanes, self.board, self._bell, lambda: next(spare), depth, self.lose
+        )
         self.host_tasks: Final = HostTasks(self.loop, self.lanes, self._check_drained)
         self.submission: Final = Submission(
             self.loop,
@@ -222,8 +224,9 @@ class Engine:
     ) -> Lane:
         stream = self.device.create_stream(priority)
         stream.bind_marks(slot, bell)
-        queue = self.board.add(slot, depth, apart=apart)
-        lane = Lane(index, stream, queue, self.device.create_event(), priority)
+        event = self.device.create_event()
+        queue = self.board.add(slot, depth, apart=apart)  # last: it has the index of its lane, also if one fails
+        lane = Lane(index, stream, queue, event, priority)
         lane.queue.attach(stream, lane)
         return lane
 
