@@ -402,7 +402,7 @@ class Engine:
     def _on_progress(self) -> None:
         if self.board.pending:
             self.lanes.flush()
-        if not self.board.in_flight and self.board.paused:
+        if not self.board.in_flight and self.lanes.stopped:
             self._call_idle()
         self._check_drained()
         self.completion.attention = bool(self._idle_calls or self._drains)
@@ -504,18 +504,18 @@ class Engine:
         """
         if not self.lanes.pauses or barrier.calling:
             return
-        self.board.paused = self.lanes.pauses
+        self.lanes.count_barriers(self.lanes.pauses)
         self.lanes.mark_all()
-        if self.board.in_flight:
-            self.completion.attention = True
-        else:
+        if not self.board.in_flight and self.lanes.stopped:
             self._call_idle()
+        else:
+            self.completion.attention = True
 
     def resume(self) -> None:
         """Maintenance is over."""
         self.lanes.pauses -= 1
-        if self.board.paused:
-            self.board.paused = self.lanes.pauses
+        if self.lanes.barriers:
+            self.lanes.count_barriers(self.lanes.pauses)
         if not self.lanes.pauses and self.lost is None:
             self.lanes.flush()
 

@@ -125,6 +125,8 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         self._lessees: list[asyncio.Future[None]] = []
         # Those of them that were told and have not run yet: each may take one place.
         self._told: set[asyncio.Future[None]] = set()
+        # Those of `board.paused` that are barriers.
+        self.barriers = 0
 
     # -- carrying out ----------------------------------------------------------------------
 
@@ -148,6 +150,7 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         """The driver refused a part of it: it fails once what went before that part is done."""
         if isinstance(error, DeviceLostError):
             self._on_lost(error)
+        if self.dead is not None or isinstance(error, DeviceLostError):
             operation.finish(failure=self.dead or error)
             return
         operation.failure = error
@@ -170,6 +173,9 @@ class Lanes(Scheduler[Operation[Any], Lane]):
             lane.stream.enqueue_kernel(operation.plan, operation.prepared, operation, sequence)
         else:
             operation.steps(lane.stream)
+            if self.dead is not None:  # a program's code ran, and found the device lost or ended the Offload
+                operation.finish(failure=self.dead)
+                return
         if (marks or operation.steps is not None) and not operation.coarse:
             self._enqueue_mark(lane, queue.next_sequence)
         queue.push(operation)
@@ -190,6 +196,19 @@ class Lanes(Scheduler[Operation[Any], Lane]):
             yield
         finally:
             self._board.paused -= 1
+            if self._crowded and not self._board.paused:
+                # Once that operation is there. It may wait, on the device, for what it has submitted.
+                asyncio.get_running_loop().call_soon(self.flush)
+
+    def count_barriers(self, count: int) -> None:
+        """So many barriers keep everything on the host from now on."""
+        self._board.paused += count - self.barriers
+        self.barriers = count
+
+    @property
+    def stopped(self) -> bool:
+        """Whether barriers keep everything on the host, and nothing is just being put together."""
+        return 0 < self.barriers == self._board.paused
 
     def finish_streamed(self, operation: Operation[Any], failure: BaseException | None, result: object = None) -> None:
         """Everything that ``operation`` sent piece by piece is done."""
