@@ -62,7 +62,13 @@ class AdoptedLane(Lane):
     ) -> None:
         super().__init__(index, stream, queue, event, adopted=True)
         self._give_back = give_back
-        self.owner: Final = owner
+        self.owner = owner
+
+    def let_go(self) -> None:
+        """Hold the owner no longer than what is on the stream: a released lane stays until it is used again."""
+        for last in self.queue.operations()[-1:]:
+            last.keep = (last.keep, self.owner)
+        self.owner = None
 
     def release(self) -> None:
         """Stop using the stream."""
@@ -176,3 +182,4 @@ class Adoptions:
         self._known = {handle: known for handle, known in self._known.items() if known is not lane}
         self._lanes.adopted.remove(lane)
         self._released.append(lane)
+        lane.let_go()

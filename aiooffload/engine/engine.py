@@ -60,6 +60,8 @@ _T = TypeVar("_T")
 _CLOSE_FAILED_S: Final = 5.0
 _calls: Final = DaemonExecutor()
 """For calls that may wait for a device: opening, maintenance, closing."""
+_in_use: Final[list[object]] = []
+"""What devices may still use that their Offloads were terminated with; never freed, also if it is somebody else's."""
 _MAPPING_DEPTH: Final = 64
 _SPARE_WORDS: Final = 64
 _WORD_STRIDE: Final = 64  # a cache line each, so that lanes do not disturb each other
@@ -567,7 +569,9 @@ class Engine:
         if self.lost is None and self.refusal is not _terminated:
             self.refusal = _terminated
             self.lost = DeviceLostError("terminated")
-            self._stop_everything(self.board.abandon(), ClosedError("the Offload was terminated"))
+            abandoned = self.board.abandon()
+            _in_use.extend(operation.keep for operation in abandoned)
+            self._stop_everything(abandoned, ClosedError("the Offload was terminated"))
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def aclose(self, timeout_s: float) -> None:

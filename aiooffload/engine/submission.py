@@ -282,7 +282,7 @@ class Submission:
             operation.arrival = lambda op: op.finish(value)
 
         operation.steps = steps
-        self.submit(operation, (), terms)
+        self.submit(operation, (), terms, keep=function)  # it may be all that holds what its work on the device uses
         return operation
 
     def graph(self, graph: Any, terms: Terms) -> Operation[None]:

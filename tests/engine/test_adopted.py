@@ -199,6 +199,21 @@ async def test_owner_lives_as_long_as_the_lane(device_label: str) -> None:
         again.release()
 
 
+async def test_owner_goes_with_what_is_on_the_stream(no_collector: None) -> None:
+    """A released stream is held until what is on it is done, and no longer, although the lane's slot is kept."""
+    async with two_rigs("host") as (r, other):
+        gate, owner = await other.hold(other.off.lanes[0]), Foreign()
+        held = weakref.ref(owner)
+        lane = r.off.adopt(other.off.lanes[0], owner=owner)
+        op = r.launch(nothing, lane=lane)
+        del owner
+        lane.release()
+        assert held() is not None
+        gate.open()
+        await op
+        assert held() is None
+
+
 async def test_completion_of_a_stream(device_label: str) -> None:
     """``completion`` is done when what was on the stream is, not what came later."""
     async with two_rigs(device_label) as (r, other):

@@ -183,6 +183,22 @@ async def test_custom_operation_that_submits(device_label: str) -> None:
         assert await r.read(word) == 8
 
 
+async def test_custom_operation_holds_its_function(no_collector: None) -> None:
+    """What only the function holds is not freed before the work that uses it is done, and then at once."""
+    async with rig("host", lanes=1) as r:
+        gate = await r.hold()
+
+        def native(buffer: ao.Buffer, lane: ao.Lane) -> None:
+            lane.stream.enqueue_fill(buffer.address, b"\1", 100)
+
+        op = r.off.custom_operation(partial(native, r.off.empty(100, np.uint8)))
+        assert op.instant
+        assert r.off.stats()["allocated_bytes"] == 100
+        gate.open()
+        await op
+        assert r.off.stats()["allocated_bytes"] == 0
+
+
 async def test_what_a_custom_operation_submits_goes_once_it_is_there() -> None:
     """It goes when the function has returned, not when that operation is done: that may wait for it on the device."""
     async with rig("host", lanes=2) as r:
