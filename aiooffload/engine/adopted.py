@@ -63,11 +63,23 @@ class AdoptedLane(Lane):
     ) -> None:
         super().__init__(index, stream, queue, create_event, on_lost, adopted=True)
         self._give_back = give_back
-        self.owner: Final = owner
+        self.owner = owner
+
+    def let_go(self) -> None:
+        """Hold the owner no longer than what is on the stream: a released lane stays until it is used again."""
+        for last in self.queue.operations()[-1:]:
+            last.keep = (last.keep, self.owner)
+        self.owner = None
 
     def release(self) -> None:
         """Stop using the stream."""
         self._give_back(self)
+
+    def enqueue_wait_for(self, sequence: int, waiter: Stream) -> None:
+        """Hold later work of ``waiter``; raises UsageError where that would draw it into a graph."""
+        if self._positions.at_or_after(sequence) is None:  # an event has to be recorded
+            check_stream(self.stream)
+        super().enqueue_wait_for(sequence, waiter)
 
 
 class Adoptions:
@@ -123,10 +135,22 @@ class Adoptions:
             return ours
         lane = self._known.get(handle)
         if lane is None:
-            lane = self._make(handle, (stream, owner))
+            try:
+                lane = self._make(handle, (stream, owner))
+            except DeviceLostError as error:
+                self._on_lost(error)
+                raise
             self._known[handle] = self._known[lane.handle] = lane
         self._uses[lane] = self._uses.get(lane, 0) + 1
         return lane
+
+    def check(self, lane: Lane) -> None:
+        """Raise UsageError while the lane's stream captures a graph."""
+        try:
+            check_stream(lane.stream)
+        except DeviceLostError as error:
+            self._on_lost(error)
+            raise
 
     def _make(self, handle: int, owner: object) -> AdoptedLane:
         stream = self._device.adopt_stream(handle)
@@ -156,6 +180,6 @@ class Adoptions:
             return
         del self._uses[lane]
         self._known = {handle: known for handle, known in self._known.items() if known is not lane}
-        self._lanes.mark(lane)
         self._lanes.adopted.remove(lane)
         self._released.append(lane)
+        lane.let_go()

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiooffload.buffer import Buffer, Lease
+from aiooffload.engine.memory import Returns
 from aiooffload.operation import Operation
 from aiooffload.rules.copyplan import Step, c_strides, parts, plan, span
 
@@ -117,6 +118,8 @@ class Staging:
         # A block is here, or with exactly one copy whose mark has not arrived.
         self._free: list[StagingBlock] = []
         self._waiters: deque[asyncio.Future[Lease[StagingBlock]]] = deque()
+        # The worker that moved a block's bytes may be the last to let go of it.
+        self._returns: Final[Returns[StagingBlock]] = Returns(asyncio.get_running_loop(), self._give_back)
         self.add(memory)
 
     def add(self, memory: RegisteredMemory) -> None:
@@ -134,7 +137,7 @@ class Staging:
 
     def take_now(self) -> Lease[StagingBlock] | None:
         """Return a free block, or None. It comes back when the last holder of its lease lets go."""
-        return Lease(self._free.pop(), self._give_back) if self._free else None
+        return Lease(self._free.pop(), self._returns.give) if self._free else None
 
     async def take(self) -> Lease[StagingBlock]:
         """Return a block, in the order of asking."""
@@ -150,7 +153,7 @@ class Staging:
         while self._waiters:
             future = self._waiters.popleft()
             if not future.done():
-                future.set_result(Lease(block, self._give_back))
+                future.set_result(Lease(block, self._returns.give))
                 return
         self._free.append(block)
 
@@ -180,7 +183,7 @@ class Copies:
         small: Staging,
         large: Staging,
         offload: Callable[..., Awaitable[Any]],
-        spawn: Callable[[Any], object],
+        spawn: Callable[[Any], asyncio.Task[None]],
         owner: Any,
         max_pitch: int,
     ) -> None:
@@ -314,14 +317,20 @@ class Copies:
 
         def start(_: Stream) -> None:
             operation.steps = None  # from here on the pump has it
-            self._spawn(self._guard(operation, pump()))
+            task = self._spawn(self._guard(operation, pump))
+            task.add_done_callback(lambda _: self._end_unless_ended(operation))
 
         operation.steps = start
 
-    async def _guard(self, operation: Operation[Any], pump: Any) -> None:
+    def _end_unless_ended(self, operation: Operation[Any]) -> None:
+        """Nothing of a task runs that was cancelled before its first step."""
+        if not operation.finished:
+            self._lanes.finish_streamed(operation, self._lanes.dead or asyncio.CancelledError())
+
+    async def _guard(self, operation: Operation[Any], pump: Callable[[], Any]) -> None:
         """Whatever ends the pump ends the operation."""
         try:
-            await pump
+            await pump()
         except Exception as error:
             self._lanes.finish_streamed(operation, error)
         except asyncio.CancelledError as error:

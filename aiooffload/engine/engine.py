@@ -61,6 +61,8 @@ _T = TypeVar("_T")
 _CLOSE_FAILED_S: Final = 5.0
 _calls: Final = DaemonExecutor()
 """For calls that may wait for a device: opening, maintenance, closing."""
+_in_use: Final[list[object]] = []
+"""What devices may still use that their Offloads were terminated with; never freed, also if it is somebody else's."""
 _MAPPING_DEPTH: Final = 64
 _SPARE_WORDS: Final = 64
 _WORD_STRIDE: Final = 64  # a cache line each, so that lanes do not disturb each other
@@ -449,7 +451,7 @@ class Engine:
     def _on_progress(self) -> None:
         if self.board.pending:
             self.lanes.flush()
-        if not self.board.in_flight and self.board.paused:
+        if not self.board.in_flight and self.lanes.stopped:
             self._call_idle()
         self._check_drained()
         self.completion.attention = bool(self._idle_calls or self._drains)
@@ -529,11 +531,12 @@ class Engine:
             self.lose(error)
             raise
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._check_drained())
+        return task
 
     def pause(self, idle: Callable[[], None]) -> None:
         """Maintenance begins: see ``maintenance.Participant``."""
@@ -555,18 +558,18 @@ class Engine:
         """
         if not self.lanes.pauses or barrier.calling:
             return
-        self.board.paused = self.lanes.pauses
+        self.lanes.count_barriers(self.lanes.pauses)
         self.lanes.mark_all()
-        if self.board.in_flight:
-            self.completion.attention = True
-        else:
+        if not self.board.in_flight and self.lanes.stopped:
             self._call_idle()
+        else:
+            self.completion.attention = True
 
     def resume(self) -> None:
         """Maintenance is over."""
         self.lanes.pauses -= 1
-        if self.board.paused:
-            self.board.paused = self.lanes.pauses
+        if self.lanes.barriers:
+            self.lanes.count_barriers(self.lanes.pauses)
         if not self.lanes.pauses and self.lost is None:
             self.lanes.flush()
 
@@ -618,7 +621,9 @@ class Engine:
         if self.lost is None and self.refusal is not _terminated:
             self.refusal = _terminated
             self.lost = DeviceLostError("terminated")
-            self._stop_everything(self.board.abandon(), ClosedError("the Offload was terminated"))
+            abandoned = self.board.abandon()
+            _in_use.extend(operation.keep for operation in abandoned)
+            self._stop_everything(abandoned, ClosedError("the Offload was terminated"))
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def aclose(self, timeout_s: float) -> None:

@@ -62,6 +62,8 @@ class HostTasks:
         task = self._loop.create_task(function(), name=f"aiooffload {operation.name}", context=context)
         self.running[operation] = task
         task.add_done_callback(lambda task: self._ended(operation, task))
+        if self._lanes.dead is not None:  # it ended everything in its first step, as an eager task may
+            self.abandon(self._lanes.dead)
 
     def _ended(self, operation: Operation[Any], task: asyncio.Task[Any]) -> None:
         del self.running[operation]

@@ -72,9 +72,9 @@ class Positions:
         place = sequence % len(self._events)
         return self._events[place] if self._at[place] == sequence else None
 
-    def covering(self, sequence: int) -> Event | None:
-        """Return one that is not before operation ``sequence``."""
-        return self.behind(self._last) if self._last >= sequence else None
+    def at_or_after(self, sequence: int) -> Event | None:
+        """Return the one right behind operation ``sequence``, or one that comes later, if there is any."""
+        return self.behind(sequence) or (self.behind(self._last) if self._last >= sequence else None)
 
     def close(self) -> None:
         """Destroy the events."""
@@ -142,12 +142,10 @@ class Lane(Line[Operation[Any]]):
         Without an event of its own (see ``precise``) it waits for what was enqueued behind that as well; from
         then on each operation of the lane has one, for a while.
         """
-        event = self._positions.behind(sequence)
-        if event is None:
-            if sequence != self.queue.issued:
-                self.queue.precise = max(self.queue.precise, _PRECISE)
-            event = self._positions.covering(sequence) or self._positions.record(self.queue.issued)
-        waiter.enqueue_wait_event(event)
+        positions = self._positions
+        if positions.behind(sequence) is None and sequence != self.queue.issued:
+            self.queue.precise = max(self.queue.precise, _PRECISE)
+        waiter.enqueue_wait_event(positions.at_or_after(sequence) or positions.record(self.queue.issued))
 
     def enqueue_position(self) -> None:
         """Record an event behind the last operation, so that others can wait for it and nothing that comes later."""
@@ -202,6 +200,8 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         self._lessees: list[asyncio.Future[None]] = []
         # Those of them that were told and have not run yet: each may take one place.
         self._told: set[asyncio.Future[None]] = set()
+        # Those of `board.paused` that are barriers.
+        self.barriers = 0
 
     # -- carrying out ----------------------------------------------------------------------
 
@@ -235,6 +235,7 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         """The driver refused a part of it: it fails once what went before that part is done."""
         if isinstance(error, DeviceLostError):
             self._on_lost(error)
+        if self.dead is not None or isinstance(error, DeviceLostError):
             operation.finish(failure=self.dead or error)
             return
         operation.failure = error
@@ -260,6 +261,9 @@ class Lanes(Scheduler[Operation[Any], Lane]):
             lane.stream.enqueue_kernel(operation.plan, operation.prepared, operation, sequence)
         else:
             operation.steps(lane.stream)
+            if self.dead is not None:  # a program's code ran, and found the device lost or ended the Offload
+                operation.finish(failure=self.dead)
+                return
         if recorder is not None:
             recorder.ends(operation, lane)
         if (marks or recorder or operation.steps is not None) and not operation.coarse:
@@ -289,6 +293,19 @@ class Lanes(Scheduler[Operation[Any], Lane]):
             yield
         finally:
             self._board.paused -= 1
+            if self._crowded and not self._board.paused:
+                # Once that operation is there. It may wait, on the device, for what it has submitted.
+                asyncio.get_running_loop().call_soon(self.flush)
+
+    def count_barriers(self, count: int) -> None:
+        """So many barriers keep everything on the host from now on."""
+        self._board.paused += count - self.barriers
+        self.barriers = count
+
+    @property
+    def stopped(self) -> bool:
+        """Whether barriers keep everything on the host, and nothing is just being put together."""
+        return 0 < self.barriers == self._board.paused
 
     def finish_streamed(self, operation: Operation[Any], failure: BaseException | None, result: object = None) -> None:
         """Everything that ``operation`` sent piece by piece is done."""

@@ -82,9 +82,12 @@ class Returns(Generic[_T]):
     def __enter__(self) -> None:
         """Take what came back, and begin what may not be interrupted."""
         self._busy += 1
-        if self._busy == 1:
-            while self._given and not self._stopped:
+        try:
+            while self._busy == 1 and self._given and not self._stopped:
                 self._take(self._given.popleft())
+        except BaseException:
+            self._busy -= 1  # or nothing would ever be taken again
+            raise
 
     def __exit__(self, *error: object) -> None:
         self._busy -= 1  # first: what comes back from now on is taken at once

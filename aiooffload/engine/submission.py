@@ -13,7 +13,7 @@ from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiooffload.buffer import Buffer
-from aiooffload.engine.adopted import Adoptions, check_stream
+from aiooffload.engine.adopted import Adoptions
 from aiooffload.engine.bound import BoundLaunch, bind
 from aiooffload.engine.host_functions import waiting_launches
 from aiooffload.engine.lanes import Lane, Lanes
@@ -138,11 +138,7 @@ class Submission:
         wanted = layout(kernel, args, *geometry[:2]) if args else None
         operation, terms = self._new(kernel, terms)
         self._equip(operation, site, args, wanted, copy_context() if kernel.calls else None)
-        try:
-            self.submit(operation, uses, terms, keep=args)
-        except BaseException:
-            operation.steps = None  # it refers to the operation, and both would keep the arguments
-            raise
+        self.submit(operation, uses, terms, keep=args)
         return operation
 
     def _adapt(self, kernel: Kernel, args: tuple[Any, ...], terms: Terms) -> tuple[tuple[Any, ...], Terms]:
@@ -309,7 +305,7 @@ class Submission:
 
         operation.steps = steps
         operation.kind = "custom operation"
-        self.submit(operation, (), terms)
+        self.submit(operation, (), terms, keep=function)  # it may be all that holds what its work on the device uses
         return operation
 
     def graph(self, graph: Any, terms: Terms) -> Operation[None]:
@@ -361,7 +357,7 @@ class Submission:
                 raise WouldBlock(f"{operation!r} is something that only the host can wait for: await it")
         lane = self._adoptions.adopt(stream, None)
         try:
-            check_stream(lane.stream)
+            self._adoptions.check(lane)
             for operation in operations:
                 if not operation.finished and operation.lane is not lane:
                     operation.lane.enqueue_wait_for(operation.sequence, lane.stream)
@@ -386,14 +382,35 @@ class Submission:
         ``uses`` says which memory it touches and whether it writes it. Raises before anything
         was changed, or not at all.
         """
+        try:
+            awaited = self._order(operation, uses, terms, keep)
+        except BaseException:
+            operation.steps = None  # it may refer to the operation, and both would keep what it works on
+            raise
+        if terms.timeout_s is not None:
+            self._expire_after(operation, terms.timeout_s)
+        for awaitable in awaited:
+            self._hold_for(operation, awaitable)
+        self._lanes.place(operation, terms.lane)
+        operation.instant = operation.queue is not None
+
+    def _order(
+        self,
+        operation: Operation[Any],
+        uses: Sequence[tuple[Allocation | PinnedArray, bool]],
+        terms: Terms,
+        keep: object,
+    ) -> list[Awaitable[Any]]:
+        """Check and order it; return the awaitables that it comes after. Raises before anything was changed."""
         self._check_open()
         after, lane, instant, timeout_s, priority, coarse = terms
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
-        operation.coarse = bool(coarse)
         operation.priority = self._lanes.check_lane(operation, lane, priority)
         if lane is not None and lane.adopted:
-            check_stream(lane.stream)
+            self._adoptions.check(lane)
+            coarse = False  # its mark would come after what the owner enqueues, or into a graph that he captures
+        operation.coarse = bool(coarse)
         ordered = uses if self._program_order else ()
         deps = [dep for memory, writes in ordered for dep in memory.history.conflicts(writes)]
         requires, awaited = self._sort_after(after)
@@ -407,12 +424,7 @@ class Submission:
         operation.requires = tuple(requires) or None
         leases = [memory.lease for memory, _ in uses]
         operation.keep = (operation.keep, keep, leases)
-        if timeout_s is not None:
-            self._expire_after(operation, timeout_s)
-        for awaitable in awaited:
-            self._hold_for(operation, awaitable)
-        self._lanes.place(operation, lane)
-        operation.instant = operation.queue is not None
+        return awaited
 
     def _check_no_deadlock(self, operation: Operation[Any], deps: Sequence[Operation[Any]]) -> None:
         """Refuse what a host function submits behind the very launch that waits for it."""

@@ -14,8 +14,9 @@ import pytest
 
 import aiooffload as ao
 from aiooffload.drivers.host import HostDevice
+from aiooffload.drivers.host.adopted import AdoptedStream
 from aiooffload.engine.adopted import handle_of
-from tests.kernels import Rig, add, hold_write, nothing, rig, turns, until
+from tests.kernels import Rig, Spy, SpyDevice, add, hold_write, nothing, rig, turns, until
 
 
 @asynccontextmanager
@@ -198,6 +199,21 @@ async def test_owner_lives_as_long_as_the_lane(device_label: str) -> None:
         again.release()
 
 
+async def test_owner_goes_with_what_is_on_the_stream(no_collector: None) -> None:
+    """A released stream is held until what is on it is done, and no longer, although the lane's slot is kept."""
+    async with two_rigs("host") as (r, other):
+        gate, owner = await other.hold(other.off.lanes[0]), Foreign()
+        held = weakref.ref(owner)
+        lane = r.off.adopt(other.off.lanes[0], owner=owner)
+        op = r.launch(nothing, lane=lane)
+        del owner
+        lane.release()
+        assert held() is not None
+        gate.open()
+        await op
+        assert held() is None
+
+
 async def test_completion_of_a_stream(device_label: str) -> None:
     """``completion`` is done when what was on the stream is, not what came later."""
     async with two_rigs(device_label) as (r, other):
@@ -288,3 +304,101 @@ async def test_unknown_host_stream() -> None:
         await until(lambda: True)
         with pytest.raises(ao.UsageError, match="no host stream"):
             r.off.adopt(handle)
+
+
+class Capture:
+    """Lets adopted host streams say that they capture a graph, and notes the marks enqueued meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.going_on = False
+        self.marks = 0
+        enqueue_mark = AdoptedStream.enqueue_mark
+
+        def mark(stream: AdoptedStream, sequence: int) -> None:
+            self.marks += self.going_on
+            enqueue_mark(stream, sequence)
+
+        monkeypatch.setattr(AdoptedStream, "capturing", lambda stream: self.going_on)
+        monkeypatch.setattr(AdoptedStream, "enqueue_mark", mark)
+
+
+async def test_nothing_of_ours_gets_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on a stream when its owner begins to capture has its mark already, coarse or not."""
+    capture = Capture(monkeypatch)
+    async with two_rigs("host") as (r, other):
+        gate = await other.hold(other.off.lanes[0])
+        lane = r.off.adopt(other.off.lanes[0])
+        op = r.launch(nothing, lane=lane, coarse=True)
+        capture.going_on = True
+        waiting = asyncio.ensure_future(op.wait())
+        await turns()
+        gate.open()
+        await waiting
+        lane.release()
+        assert capture.marks == 0
+
+
+async def test_nothing_is_ordered_after_a_capturing_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event recorded there would draw our lane into the graph: what comes after work of ours there is refused."""
+    capture = Capture(monkeypatch)
+    async with two_rigs("host") as (r, other):
+        gate = await other.hold(other.off.lanes[0])
+        lane, word = r.off.adopt(other.off.lanes[0]), r.word()
+        first = r.launch(add, word, 1, lane=lane)
+        capture.going_on = True
+        second = r.launch(add, word, 2)
+        with pytest.raises(ao.UsageError, match="capturing"):
+            r.off.order(r.off.lanes[0], after=[first])
+        gate.open()
+        await first
+        with pytest.raises(ao.UsageError, match="capturing"):
+            await second
+        capture.going_on = False
+        await r.launch(add, word, 4, lane=lane)
+        assert await r.read(word) == 5
+
+
+@pytest.mark.parametrize("call", ["adopt_stream", "capturing"])
+async def test_loss_that_shows_on_a_stream_of_others(call: str) -> None:
+    """A device that is found lost there is lost for everything else: the driver is not called again."""
+    device = SpyDevice()
+    async with rig("host", lanes=1) as other, rig(device, lanes=1, bury=True) as r:
+        lane = Spied(device).adopt(r, other.off.lanes[0])
+        gate = await r.hold()
+        device.failures[call] = ao.DeviceLostError("the device fell off")
+        calls = {
+            "capturing": lambda: r.launch(nothing, lane=lane),
+            "adopt_stream": lambda: r.off.completion(other.off.lanes[0].handle + 1),
+        }
+        with pytest.raises(ao.DeviceLostError):
+            calls[call]()
+        assert r.holds[0].finished
+        gate.open()
+
+
+class Spied:
+    """Adopts so that the calls of the adopted stream are the device's."""
+
+    def __init__(self, device: SpyDevice) -> None:
+        self._device = device
+
+    def adopt(self, r: Rig, stream: Any) -> ao.Lane:
+        lane = r.off.adopt(stream)
+        spy = Spy(lane.stream, self._device._call)
+        lane.queue.attach(spy, lane)
+        lane.stream = spy  # type: ignore[misc,assignment]
+        return lane
+
+
+async def test_adopting_that_fails_half_way() -> None:
+    """What fails has changed nothing: lanes and their queues still have the same numbers."""
+    device = SpyDevice()
+    async with rig("host", lanes=1) as other, rig(device, lanes=1) as r:
+        device.failures["register"] = ao.OutOfMemoryError("no slot")
+        with pytest.raises(ao.OutOfMemoryError):
+            r.off.adopt(other.off.lanes[0])
+        device.failures.clear()
+        lane = r.off.adopt(other.off.lanes[0])
+        assert r.off._engine is not None
+        with pytest.raises(ValueError, match="range of lanes"):
+            r.off._engine.board.pick(0, lane.index + 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -306,6 +307,36 @@ async def test_staging_hands_blocks_out_in_order() -> None:
     blocks = [staging.take_now(), staging.take_now()]
     assert None not in blocks
     assert staging.take_now() is None
+
+
+@pytest.mark.all_loops
+async def test_staging_takes_back_on_the_loops_thread() -> None:
+    """A worker may be the last to let go of a block: whoever waits for one is woken on the loop all the same."""
+    staging = Staging(MappedMemory(4096), 4096)
+    leases = [staging.take_now()]
+    wait = asyncio.ensure_future(staging.take())
+    await turns(3)
+    thread = threading.Thread(target=leases.clear)
+    thread.start()
+    await until(lambda: not thread.is_alive())
+    await asyncio.wait_for(wait, 5)
+    assert staging.take_now() is None
+    del wait
+    await turns(3)
+    assert staging.take_now() is not None
+
+
+@pytest.mark.parametrize("direction", ["put", "get"])
+async def test_large_copy_before_whose_first_step_everything_ends(direction: str) -> None:
+    """A copy in pieces that has not got as far as its first piece ends with the Offload."""
+    async with rig("host", lanes=1, bury=True) as r:
+        data = pattern(2 * PIECE_NBYTES)
+        op: ao.Operation[Any] = r.off.put(data)
+        if direction == "get":
+            op = r.off.get(await op)
+        r.off.terminate()
+        with pytest.raises(ao.ClosedError):
+            await asyncio.wait_for(op.wait(), 5)
 
 
 # Any shape.

@@ -250,3 +250,17 @@ async def test_refused_for_its_dependencies(device_label: str) -> None:
         await op
         assert len(refused) == 1
         await until(lambda: r.off.stats()["pending"] == 0)
+
+
+@pytest.mark.all_loops
+async def test_host_task_that_ends_everything() -> None:
+    """It ends with the Offload, also if its first step, which an eager task runs at once, terminates that."""
+    async with rig("host", lanes=1, bury=True) as r:
+
+        async def task() -> None:
+            r.off.terminate()
+            await asyncio.Event().wait()
+
+        op = r.off.host_task(task)
+        with pytest.raises(ao.ClosedError):
+            await asyncio.wait_for(op.wait(), 5)

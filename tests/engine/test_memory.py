@@ -13,7 +13,7 @@ import pytest
 
 import aiooffload as ao
 from aiooffload.drivers.host import HostDevice
-from tests.kernels import add, hold_read, hold_write, nothing, rig, turns, until
+from tests.kernels import SpyDevice, add, hold_read, hold_write, nothing, rig, turns, until
 
 
 @pytest.mark.parametrize("how", ["close", "collect"])
@@ -292,3 +292,29 @@ async def test_copies_through_pinned_memory_are_ordered(device_label: str) -> No
         assert not out.done()
         gate.open()
         assert await r.read(target) == 42
+
+
+class Owner:
+    """Owns memory."""
+
+
+@pytest.mark.parametrize("what", ["launch", "custom operation"])
+async def test_terminated_frees_nothing_of_others(what: str) -> None:
+    """Terminating lets go of nothing that the device may still use, memory of other libraries included."""
+    device = SpyDevice()
+    async with rig(device, lanes=1, bury=True) as r:
+        await r.hold()
+        owner, memory = Owner(), np.zeros(1, np.uint64)
+        held = weakref.ref(owner)
+        if what == "launch":
+            device.swallowed.add("enqueue_kernel")  # the host's would hold the memory itself
+            buffer = ao.Buffer.from_pointer(memory.ctypes.data, 8, owner, dtype=np.uint64)
+            op: ao.Operation[Any] = r.launch(add, buffer, 1)
+            del buffer
+        else:
+            op = r.off.custom_operation(lambda lane, owner=owner: None)  # type: ignore[misc]
+        del owner
+        r.off.terminate()
+        assert isinstance(op.exception(), ao.ClosedError)
+        gc.collect()
+        assert held() is not None

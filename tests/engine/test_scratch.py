@@ -17,7 +17,7 @@ from aiooffload.drivers.host import HostDevice
 from aiooffload.engine.memory import Memory, Returns
 from aiooffload.engine.scratch import IDLE_S, NOWHERE, ScratchCache, layout
 from aiooffload.rules.scratch import aligned
-from tests.kernels import Rig, SpyDevice, hold, rig, turns, until
+from tests.kernels import Boom, Rig, SpyDevice, hold, rig, turns, until
 from tests.reverse_kernels import calling_rig
 
 MIB = 1 << 20
@@ -570,3 +570,19 @@ async def test_returns_waits_for_its_owner() -> None:
     returns.stop()
     returns.give(3)
     assert taken == [1, 2]
+
+
+async def test_returns_goes_on_after_a_failure() -> None:
+    """What fails to be taken is told; what comes back later is taken."""
+    taken: list[int] = []
+
+    def take(item: int) -> None:
+        if item == 1:
+            raise Boom
+        taken.append(item)
+
+    returns: Returns[int] = Returns(asyncio.get_running_loop(), take)
+    with pytest.raises(Boom):
+        returns.give(1)
+    returns.give(2)
+    assert taken == [2]

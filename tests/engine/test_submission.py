@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiooffload as ao
+from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.submission import Terms
 from aiooffload.operation import Operation
 from aiooffload.rules.scheduler import waits_for
-from tests.kernels import Boom, add, hold_write, nothing, rig, turns
+from tests.kernels import Boom, SpyDevice, add, hold_write, nothing, rig, turns, until
 from tests.reverse_kernels import ask, calling_rig, end_of
 
 
@@ -178,6 +181,127 @@ async def test_custom_operation_that_submits(device_label: str) -> None:
         await r.off.custom_operation(native)
         await inner[0]
         assert await r.read(word) == 8
+
+
+async def test_custom_operation_holds_its_function(no_collector: None) -> None:
+    """What only the function holds is not freed before the work that uses it is done, and then at once."""
+    async with rig("host", lanes=1) as r:
+        gate = await r.hold()
+
+        def native(buffer: ao.Buffer, lane: ao.Lane) -> None:
+            lane.stream.enqueue_fill(buffer.address, b"\1", 100)
+
+        op = r.off.custom_operation(partial(native, r.off.empty(100, np.uint8)))
+        assert op.instant
+        assert r.off.stats()["allocated_bytes"] == 100
+        gate.open()
+        await op
+        assert r.off.stats()["allocated_bytes"] == 0
+
+
+async def test_what_a_custom_operation_submits_goes_once_it_is_there() -> None:
+    """It goes when the function has returned, not when that operation is done: that may wait for it on the device."""
+    async with rig("host", lanes=2) as r:
+        inner: list[ao.Operation[None]] = []
+        assert r.off._engine is not None
+        word = r.off._engine.memory.register(4096).word(0)
+
+        def native(lane: ao.Lane) -> None:
+            lane.stream.enqueue_wait(word, 1)
+            inner.append(r.launch(nothing, lane=r.off.lanes[1]))
+
+        op = r.off.custom_operation(native, lane=r.off.lanes[0])
+        await inner[0]
+        assert not op.done()
+        word.store(1)
+        await op
+
+
+@pytest.mark.parametrize("then", ["returns", "raises"])
+@pytest.mark.parametrize("end", ["terminated", "lost"])
+async def test_custom_operation_during_which_everything_ends(end: str, then: str) -> None:
+    """It ends as well if its function ends the Offload or finds the device lost; the driver is not called again."""
+    device = SpyDevice()
+    async with rig(device, lanes=1, bury=True) as r:
+        assert r.off._engine is not None
+        engine = r.off._engine
+
+        def native(lane: ao.Lane) -> None:
+            if end == "terminated":
+                r.off.terminate()
+            else:
+                engine.lose(ao.DeviceLostError("the device fell off"))
+            device.calls.clear()
+            if then == "raises":
+                raise Boom
+
+        op = r.off.custom_operation(native)
+        assert isinstance(await end_of(op), ao.ClosedError if end == "terminated" else ao.DeviceLostError)
+        assert engine.board.in_flight == 0
+        assert device.calls == []
+
+
+async def test_pause_that_begins_in_a_custom_operation() -> None:
+    """Maintenance for which a custom operation sees the last obstacle go waits for that operation, and holds then."""
+    async with rig("host", lanes=2) as r:
+        assert r.off._engine is not None
+        engine, idle = r.off._engine, []
+        barrier.count_calling(1, engine.loop)
+        engine.pause(lambda: idle.append(True))
+
+        def native(lane: ao.Lane) -> None:
+            barrier.count_calling(-1, engine.loop)
+            assert not idle
+
+        op = r.off.custom_operation(native)
+        assert engine.board.paused == 1
+        await until(lambda: idle, "the pause begins")
+        assert op.finished
+        engine.resume()
+        assert engine.board.paused == 0
+        await r.launch(nothing)
+
+
+async def test_pause_does_not_take_a_custom_operation_for_itself() -> None:
+    """That nothing starts while a custom operation is put together is no pause: kernels that call still run."""
+    async with rig("host", lanes=2) as r:
+        assert r.off._engine is not None
+        engine, idle = r.off._engine, []
+        first = r.launch(nothing)
+        barrier.count_calling(1, engine.loop)
+        engine.pause(lambda: idle.append(True))
+
+        def native(lane: ao.Lane) -> None:
+            while not first.done():
+                pass
+            assert not idle
+
+        await r.off.custom_operation(native)
+        assert not idle
+        barrier.count_calling(-1, engine.loop)
+        assert idle
+        engine.resume()
+        await r.launch(nothing)
+
+
+@pytest.mark.parametrize("what", ["copy", "custom operation"])
+async def test_refused_submission_keeps_nothing(no_collector: None, what: str) -> None:
+    """What was not submitted lets go of memory and of the function at once, without the garbage collector."""
+    async with rig("host", lanes=1, lane_depth=1) as r:
+        await r.hold()
+        if what == "copy":
+            with pytest.raises(ao.WouldBlock):
+                r.off.put(np.zeros(4 << 20, np.uint8), instant=True)
+        else:
+            buffer = r.off.empty(4, np.uint8)
+            with pytest.raises(ao.WouldBlock):
+                r.off.custom_operation(partial(_with, buffer), instant=True)
+            del buffer
+        assert r.off.stats()["allocated_bytes"] == 0
+
+
+def _with(buffer: ao.Buffer, lane: ao.Lane) -> None:
+    """Do nothing, with a buffer."""
 
 
 async def test_custom_operation_takes_plain_functions(loop_errors: list[dict[str, object]]) -> None:

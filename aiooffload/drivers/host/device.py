@@ -139,7 +139,9 @@ class HostDevice:
         for device in list(_devices):
             for stream, thread in list(device._threads):
                 if stream.handle == handle and thread.is_alive():
-                    return AdoptedStream(stream) if self.properties.memory_operations else LimitedStream(stream)
+                    if not self.properties.memory_operations:
+                        return LimitedStream(stream, owned=False)
+                    return AdoptedStream(stream)
         raise UsageError(f"there is no host stream {handle}: on this device streams are lanes of an open Offload")
 
     def current(self) -> AbstractContextManager[None]:

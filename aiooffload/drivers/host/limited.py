@@ -14,14 +14,18 @@ def _refuse(operation: str) -> NoReturn:
     raise DriverError("this device has no stream memory operations", operation=operation, status="NOT_SUPPORTED")
 
 
+def _nothing() -> None:
+    """Close what is somebody else's."""
+
+
 class LimitedStream:
     """Everything of a HostStream but waiting for words and writing them."""
 
     __slots__ = ("_stream", "close", "enqueue_copy", "enqueue_copy_box", "enqueue_fill", "enqueue_wake", "query")
 
-    def __init__(self, stream: HostStream) -> None:
+    def __init__(self, stream: HostStream, owned: bool = True) -> None:
         self._stream: Final = stream
-        self.close = stream.close
+        self.close = stream.close if owned else _nothing
         self.enqueue_copy = stream.enqueue_copy
         self.enqueue_copy_box = stream.enqueue_copy_box
         self.enqueue_fill = stream.enqueue_fill

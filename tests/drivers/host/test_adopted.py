@@ -35,9 +35,12 @@ def test_unknown_handles(handle: int) -> None:
 def test_without_memory_operations() -> None:
     """A device whose streams cannot write words adopts streams that cannot."""
     device, owner = HostDevice(memory_operations=False), HostDevice()
-    adopted = device.adopt_stream(owner.create_stream().handle)
+    stream = owner.create_stream()
+    adopted = device.adopt_stream(stream.handle)
     with pytest.raises(DriverError, match="memory operations"):
         adopted.enqueue_mark(1)
+    adopted.close()
+    stream.enqueue_record(owner.create_event())  # it is still its owner's
     owner.close()
     device.close()
 
