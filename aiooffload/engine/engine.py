@@ -366,7 +366,12 @@ class Engine:
 
     def fail_dependent(self, operation: Operation[Any]) -> None:
         """The mark of ``operation`` arrived, and something it came after has failed meanwhile."""
-        operation.finish(failure=dependency_failure(operation))
+        failure = dependency_failure(operation)
+        if operation.calling:  # its kernel has run all the same: what it sent has to be read, and it is over
+            operation.failure = failure
+            self.reverse.arrived(operation)
+        else:
+            operation.finish(failure=failure)
 
     def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
         """End ``operation`` with ``failure`` if it is still on the host; ask a kernel that calls to stop."""
