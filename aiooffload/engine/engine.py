@@ -43,7 +43,7 @@ from aiooffload.engine.selftest import selftest
 from aiooffload.engine.submission import Submission
 from aiooffload.engine.threads import DaemonExecutor
 from aiooffload.engine.transfers import Transfers
-from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, UsageError
+from aiooffload.errors import ClosedError, DeviceLostError, DriverError, OffloadError, UsageError
 from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
 from aiooffload.rules import wire
@@ -333,7 +333,12 @@ class Engine:
             self.completion.policy.monitor = self.launcher.ready = True
 
     async def _grow(self, staging: Staging) -> None:
-        staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
+        try:
+            staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
+        except DeviceLostError as error:
+            self.lose(error)
+        except DriverError:
+            staging.stay()
 
     def _fall_back(self, reason: str, cure: str = "") -> None:
         self.fallback = reason
