@@ -276,7 +276,8 @@ class Offload:
             says afterwards whether an operation did.
         coarse
             No completion mark of its own, which makes it cheaper to launch: it counts as done with the
-            next mark on its lane. Awaiting it, draining or idling enqueues the missing mark.
+            next mark on its lane. Awaiting it, draining or idling enqueues the missing mark. On an adopted
+            stream it makes no difference: the mark would come behind what the owner enqueues.
         timeout_s
             Seconds from now after which the launch ends with OffloadTimeout if it still waits on the host.
             A kernel that calls host functions is asked to stop, too, as by ``Operation.cancel``.
@@ -511,7 +512,8 @@ class Offload:
         -----
         *Ordering.* Operations on it are enqueued at once, among what its owner enqueues, or refused
         with WouldBlock: nothing is kept on the host. It is never destroyed and never synchronised.
-        *Capture.* While the stream captures a graph, submitting to it raises UsageError.
+        *Capture.* While the stream captures a graph, submitting to it raises UsageError, and what comes after
+        unfinished work of ours there fails with it: waiting would draw the waiting stream into the graph.
         *Source.* The ``__cuda_stream__`` protocol is described in the documentation of cuda.core.
         """
         engine = self._open_engine()

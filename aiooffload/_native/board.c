@@ -237,18 +237,34 @@ static Py_ssize_t collect(AoBoard *board, AoOperation **out) {
     return count;
 }
 
-/* Finishes everything that arrived. Finishing runs Python code, which may push or poll again. */
-static Py_ssize_t drain(AoBoard *board) {
+struct AoBatch {
     AoOperation *arrived[BATCH];
-    Py_ssize_t total = 0, count;
+    Py_ssize_t next, count;   /* arrived[next .. count) are popped, ours, and not finished yet */
+    struct AoBatch *outer;
+};
+
+static void finish(struct AoBatch *batch) {
+    while (batch->next < batch->count) {
+        AoOperation *op = batch->arrived[batch->next++];
+        ao_operation_arrive(op);
+        Py_DECREF(op);
+    }
+}
+
+/* Finishes everything that arrived. Finishing runs Python code, which may push or poll again: that finishes what
+ * was popped and is on no queue any more, or whoever polls for it would do so for ever. */
+static Py_ssize_t drain(AoBoard *board) {
+    for (struct AoBatch *outer = board->batches; outer; outer = outer->outer) finish(outer);
+    struct AoBatch batch = {.outer = board->batches};
+    board->batches = &batch;
+    Py_ssize_t total = 0;
     do {
-        count = board->in_flight ? collect(board, arrived) : 0;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            ao_operation_arrive(arrived[i]);
-            Py_DECREF(arrived[i]);
-        }
-        total += count;
-    } while (count == BATCH);
+        batch.count = batch.next = 0; /* collecting runs nothing */
+        batch.count = board->in_flight ? collect(board, batch.arrived) : 0;
+        finish(&batch);
+        total += batch.count;
+    } while (batch.count == BATCH);
+    board->batches = batch.outer;
     board->completed += (unsigned long long)total;
     return total;
 }

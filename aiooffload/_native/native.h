@@ -172,6 +172,7 @@ typedef struct AoBoard {
     Py_ssize_t paused;        /* why nothing starts: barriers up, an operation that is being put together */
     Py_ssize_t unmarked;      /* lanes that are */
     Py_ssize_t open;          /* lanes [0, open) take any launch; those behind have a purpose of their own */
+    struct AoBatch *batches;  /* what was popped and is being finished, the innermost look's first; NULL: nothing */
     PyObject *channel;        /* AoChannel that a look has to watch, too, or NULL */
     char watched;             /* a look is scheduled: a push need not tell anybody */
 } AoBoard;

@@ -130,6 +130,10 @@ class Staging:
             self._give_back(StagingBlock(memory, offset, self._nbytes))
         self._grow_if_wanted()
 
+    def stay(self) -> None:
+        """There is no more memory: what waits goes on with the blocks there are, the next that waits tries again."""
+        self._growing = False
+
     def _grow_if_wanted(self) -> None:
         if self._waiters and self._grow is not None and not self._growing and self._count < self._most:
             self._growing = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from asyncio import _get_running_loop
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -43,7 +43,7 @@ from aiooffload.engine.selftest import selftest
 from aiooffload.engine.submission import Submission
 from aiooffload.engine.threads import DaemonExecutor
 from aiooffload.engine.transfers import Transfers
-from aiooffload.errors import ClosedError, DeviceLostError, OffloadError, UsageError
+from aiooffload.errors import ClosedError, DeviceLostError, DriverError, OffloadError, UsageError
 from aiooffload.log import load_log, log
 from aiooffload.operation import Operation
 from aiooffload.rules import wire
@@ -162,9 +162,9 @@ class Engine:
             self.lose,
         )
         self.kernels: Final = Kernels(device, self.launcher, self.offload, self.maintain, self.reverse.open)
-        spare = self._spare_words()
+        self._spare: list[Word] = []
         self.adoptions: Final = Adoptions(
-            device, self.lanes, self.board, self._bell, lambda: next(spare), depth, self.lose
+            device, self.lanes, self.board, self._bell, self._spare_word, depth, self.lose
         )
         self.host_tasks: Final = HostTasks(self.loop, self.lanes, self._check_drained)
         self.submission: Final = Submission(
@@ -240,12 +240,12 @@ class Engine:
         lane.queue.attach(stream, lane)
         return lane
 
-    def _spare_words(self) -> Iterator[Word]:
-        """Slots for adopted streams, of which there may be any number."""
-        while True:
+    def _spare_word(self) -> Word:
+        """Return a slot for an adopted stream, of which there may be any number."""
+        if not self._spare:
             memory = self.memory.register(_SPARE_WORDS * _WORD_STRIDE)
-            for i in range(_SPARE_WORDS):
-                yield memory.word(i * _WORD_STRIDE)
+            self._spare = [memory.word(i * _WORD_STRIDE) for i in range(_SPARE_WORDS)]
+        return self._spare.pop()
 
     async def _open_channel(self) -> Opened:
         """Make the memory and the lanes for kernels that call; none of it waits for what is in flight."""
@@ -343,7 +343,12 @@ class Engine:
             self.completion.policy.monitor = self.launcher.ready = self._may_hurry = True
 
     async def _grow(self, staging: Staging) -> None:
-        staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
+        try:
+            staging.add(await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES))
+        except DeviceLostError as error:
+            self.lose(error)
+        except DriverError:
+            staging.stay()
 
     def _fall_back(self, reason: str, cure: str = "") -> None:
         self.fallback = reason
@@ -396,7 +401,12 @@ class Engine:
 
     def fail_dependent(self, operation: Operation[Any]) -> None:
         """The mark of ``operation`` arrived, and something it came after has failed meanwhile."""
-        operation.finish(failure=dependency_failure(operation))
+        failure = dependency_failure(operation)
+        if operation.calling:  # its kernel has run all the same: what it sent has to be read, and it is over
+            operation.failure = failure
+            self.reverse.arrived(operation)
+        else:
+            operation.finish(failure=failure)
 
     def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
         """End ``operation`` with ``failure`` if it is still on the host; ask a kernel that calls to stop."""

@@ -18,7 +18,7 @@ from aiooffload._native import Board, LaneQueue
 from aiooffload.engine.health import as_loss
 from aiooffload.errors import DeviceLostError, DriverError, UsageError
 from aiooffload.operation import Operation
-from aiooffload.rules.scheduler import Line, Scheduler
+from aiooffload.rules.scheduler import Line, Scheduler, dependency_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -310,7 +310,7 @@ class Lanes(Scheduler[Operation[Any], Lane]):
     def finish_streamed(self, operation: Operation[Any], failure: BaseException | None, result: object = None) -> None:
         """Everything that ``operation`` sent piece by piece is done."""
         operation.deps = None
-        operation.finish(result, failure)
+        operation.finish(result, failure or dependency_failure(operation))
         self.release_followers(operation)
         self._on_finished()
 

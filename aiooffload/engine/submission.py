@@ -411,9 +411,9 @@ class Submission:
             self._adoptions.check(lane)
             coarse = False  # its mark would come after what the owner enqueues, or into a graph that he captures
         operation.coarse = bool(coarse)
+        requires, awaited = self._sort_after(after)  # first: it runs a program's code, which may submit
         ordered = uses if self._program_order else ()
         deps = [dep for memory, writes in ordered for dep in memory.history.conflicts(writes)]
-        requires, awaited = self._sort_after(after)
         deps += unfinished(requires)
         self._check_no_deadlock(operation, deps)
         self._lanes.check_room(operation, instant, deps, lane, bool(awaited))

@@ -112,11 +112,11 @@ async def measure(device: str, effort: Effort) -> list[dict[str, Any]]:
 def row(direction: str, rates: dict[str, float]) -> dict[str, Any]:
     return {
         "direction": direction,
-        "contiguous_gb_s": round(rates["1D"], 3),
-        "strided_gb_s": round(rates["strided"], 3),
-        "rows_gb_s": round(rates["rows"], 3),
+        "contiguous_gb_s": round(rates["1D"], 6),
+        "strided_gb_s": round(rates["strided"], 6),
+        "rows_gb_s": round(rates["rows"], 6),
         "percent": round(100 * rates["strided"] / rates["1D"], 1),
-        "rows_percent": round(100 * rates["rows"] / rates["1D"], 1),
+        "rows_percent": round(100 * rates["rows"] / rates["1D"], 3),
     }
 
 

@@ -373,6 +373,25 @@ def test_an_arrival_may_push_and_look() -> None:
     assert (board.in_flight, board.completed, board.pushed) == (0, 10, 10)
 
 
+def test_a_look_during_an_arrival_finishes_what_came_with_it() -> None:
+    """Code that an arrival runs may poll for what arrived in the same look."""
+    board = Board()
+    queue = board.add(word(), 4)
+    first, second, third = fill(queue, 3)
+    seen: list[bool] = []
+
+    def arrival(operation: Operation) -> None:
+        operation.finish()
+        board.poll()
+        seen.append(third.finished)
+
+    first.arrival = second.arrival = arrival
+    reach(queue, 3)
+    assert board.poll() == 3
+    assert seen == [True, True]
+    assert board.completed == 3
+
+
 def test_an_arrival_that_raises_stops_nobody() -> None:
     """The exception is that operation's failure; the others of the same look finish."""
     board = Board()

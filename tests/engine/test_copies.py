@@ -326,6 +326,20 @@ async def test_staging_takes_back_on_the_loops_thread() -> None:
     assert staging.take_now() is not None
 
 
+async def test_staging_that_cannot_grow() -> None:
+    """Where no more memory can be registered copies share what there is; the next that has to wait tries again."""
+    device = SpyDevice()
+    async with rig(device) as r:
+        data = pattern(2 * LARGE_BLOCKS * PIECE_NBYTES)
+        for _ in range(2):
+            device.calls.clear()
+            device.failures["register"] = ao.OutOfMemoryError("no more memory can be registered")
+            buffers = await asyncio.gather(*(r.off.put(data).wait() for _ in range(4)))
+            assert "register" in device.calls
+            device.failures.clear()
+        assert np.array_equal(await r.off.get(buffers[-1]), data)
+
+
 @pytest.mark.parametrize("direction", ["put", "get"])
 async def test_large_copy_before_whose_first_step_everything_ends(direction: str) -> None:
     """A copy in pieces that has not got as far as its first piece ends with the Offload."""

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,24 @@ async def test_after_takes_one_operation_and_a_generator(device_label: str) -> N
         await r.launch(nothing, after=first)  # type: ignore[arg-type]
         assert first.done()
         await r.launch(nothing, after=(op for op in [first, first]))
+
+
+async def test_generator_in_after_that_submits(device_label: str) -> None:
+    """What it submits came first, whether it names it or not."""
+    async with rig(device_label, lanes=2) as r:
+        word = r.word()
+        await r.off.drain()
+        gate = r.gate()
+
+        def generate() -> Iterator[ao.Operation[None]]:
+            r.launch(hold_write, gate.address, word, 5, lane=r.off.lanes[0])
+            yield from ()
+
+        op = r.launch(add, word, 1, after=generate(), lane=r.off.lanes[1])
+        await turns()
+        gate.open()
+        await op
+        assert await r.read(word) == 6
 
 
 @pytest.mark.all_loops

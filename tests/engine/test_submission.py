@@ -14,7 +14,7 @@ from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.submission import Terms
 from aiooffload.operation import Operation
 from aiooffload.rules.scheduler import waits_for
-from tests.kernels import Boom, SpyDevice, add, hold_write, nothing, rig, turns, until
+from tests.kernels import Boom, SpyDevice, add, fail_at, hold_write, nothing, rig, turns, until
 from tests.reverse_kernels import ask, calling_rig, end_of
 
 
@@ -112,6 +112,39 @@ async def test_dependent_of_a_failed_call(device_label: str) -> None:
 
 
 # Custom operations
+
+
+async def test_call_after_what_fails_while_it_is_on_the_device() -> None:
+    """A launch that calls fails with what it was enqueued behind, and is over: maintenance and drain wait no longer."""
+    async with calling_rig() as r:
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            return x
+
+        await r.off.load(ask, fail_at)
+        gate, value, report = r.gate(), r.array(1), r.array(2, "i4")
+        first = r.launch(fail_at, gate.address)
+        second = r.launch(ask, 5, value, report, after=[first])
+        assert second.instant
+        gate.open()
+        assert isinstance(await end_of(second), ao.DependencyError)
+        await end_of(first)
+        await r.off.load(add)
+        await r.off.drain()
+
+
+async def test_large_copy_after_what_fails_while_it_waits_on_the_device() -> None:
+    """A copy in pieces fails with what it was enqueued behind, as any other does."""
+    async with rig("host", lanes=2) as r:
+        await r.off.load(fail_at)
+        buffer = r.off.zeros(4 << 20, np.uint8)
+        first = r.launch(fail_at, r.gate().address)
+        copy = r.off.get(buffer, after=[first])
+        await turns()
+        r.open_all()
+        assert isinstance(await end_of(copy), ao.DependencyError)
+        await end_of(first)
 
 
 async def test_custom_operation_runs_on_its_lane(device_label: str) -> None:
