@@ -21,13 +21,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.completion import device_of, loop_factory, say
+from benchmarks.command import add_efforts, add_loop, device_of, loop_factory, run, say
 
 if TYPE_CHECKING:
     from benchmarks.bind_ways import Way
@@ -55,36 +52,18 @@ SMOKE = Effort(rounds=1, bursts=3, seconds=0.01)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
-    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="default: uvloop")
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", dest="effort", action="store_const", const=QUICK, help="a few seconds")
-    effort.add_argument("--smoke", dest="effort", action="store_const", const=SMOKE, help="only see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
-    parser.set_defaults(effort=FULL)
+    add_efforts(parser, FULL, QUICK, SMOKE, "a few seconds")
+    add_loop(parser)
 
 
 def main(options: argparse.Namespace) -> int:
-    import aiooffload as ao
-
-    out = sys.stderr if options.json == "-" else sys.stdout
-    try:
-        if options.json and options.json != "-":
-            open(options.json, "a").close()  # Better to know now than after a minute.
+    def measured() -> dict[str, Any]:
         with asyncio.Runner(loop_factory=loop_factory(options.loop)) as runner:
             device, name = runner.run(device_of(options.device))
             figures = {"device": device, "device_name": name, "loop": options.loop}
-            figures |= runner.run(measure(device, options.effort))
-    except (ao.OffloadError, OSError, RuntimeError) as error:
-        print(f"scripts/bench bind: {error}", file=sys.stderr)
-        return 2
-    say("")
-    show(figures, out)
-    if options.json == "-":
-        print(json.dumps(figures, indent=2))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
+            return figures | runner.run(measure(device, options.effort))
+
+    return run("bind", options, measured, show)
 
 
 async def measure(device: str, effort: Effort) -> dict[str, Any]:

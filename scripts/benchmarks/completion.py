@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from benchmarks.command import add_efforts, add_loop, check_target, device_of, loop_factory, run, say
 
 if TYPE_CHECKING:
     from benchmarks.mechanism import Mechanism
@@ -62,42 +61,29 @@ SMOKE = Effort(rounds=1, scale=0.01, least=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
-    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="default: uvloop")
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", dest="effort", action="store_const", const=QUICK, help="under 30 seconds")
-    effort.add_argument("--smoke", dest="effort", action="store_const", const=SMOKE, help="only see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
+    add_efforts(parser, FULL, QUICK, SMOKE, "under 30 seconds")
+    add_loop(parser)
     parser.add_argument("--plot", metavar="FILE.png", help="draw excess against CPU")
     parser.add_argument("--memory", action="store_true", help="also: what many launches in a row leave behind")
     parser.add_argument("--launches", type=int, default=1_000_000, help="how many those are (default: %(default)s)")
     parser.add_argument("--faults", action="store_true", help="also: how soon 1,000 awaits learn of a fault (GPU)")
     parser.add_argument("--no-timings", action="store_true", help="leave out everything but --memory and --faults")
-    parser.set_defaults(effort=FULL)
 
 
 def main(options: argparse.Namespace) -> int:
-    import aiooffload as ao
     from benchmarks import chart, report
 
-    out = sys.stderr if options.json == "-" else sys.stdout
-    try:
-        for target in filter(None, (options.json, options.plot)):
-            if target != "-":
-                open(target, "a").close()  # Better to know now than after minutes.
-        figures = measure_all(options)
-    except (ao.OffloadError, OSError) as error:
-        print(f"scripts/bench completion: {error}", file=sys.stderr)
-        return 2
-    report.show(figures, out)
-    if options.plot and figures["rows"]:
-        chart.plot(figures, options.plot)
-        print(f"\nplot: {options.plot}", file=out)
-    if options.json == "-":
-        print(json.dumps(figures, indent=2))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
+    def measure() -> dict[str, Any]:
+        check_target(options.plot)
+        return measure_all(options)
+
+    def show(figures: dict[str, Any], out: TextIO) -> None:
+        report.show(figures, out)
+        if options.plot and figures["rows"]:
+            chart.plot(figures, options.plot)
+            print(f"\nplot: {options.plot}", file=out)
+
+    return run("completion", options, measure, show)
 
 
 def measure_all(options: argparse.Namespace) -> dict[str, Any]:
@@ -116,24 +102,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
     if options.faults:
         say("faults")
         figures["faults"] = faults.measure(figures["device"], options.loop)
-    say("")
     return figures
-
-
-def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
-    if name == "asyncio":
-        return asyncio.new_event_loop
-    import uvloop
-
-    return uvloop.new_event_loop
-
-
-async def device_of(name: str) -> tuple[str, str]:
-    """Return the label and the name of the device that ``name`` stands for."""
-    import aiooffload as ao
-
-    async with ao.Offload(name, lanes=1) as off:
-        return off.properties.label, off.properties.name
 
 
 @asynccontextmanager
@@ -211,9 +180,3 @@ class Timings:
             await measure.throughput(mechanism, rate, effort.scale)
             held = self._held.setdefault((name, load), measure.Held(name, load))
             await measure.held(held, measure.rate(mechanism, tasks, effort.scale / 4))
-
-
-def say(text: str) -> None:
-    """Show on a terminal what is being measured, in one line."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

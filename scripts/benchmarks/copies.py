@@ -17,17 +17,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import json
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.completion import device_of, loop_factory, say
+from benchmarks.command import add_efforts, device_of, loop_factory, run, say
 
 if TYPE_CHECKING:
     import aiooffload as ao
@@ -57,37 +54,21 @@ Measure = Callable[[], Awaitable[float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", dest="effort", action="store_const", const=QUICK, help="under 30 seconds")
-    effort.add_argument("--smoke", dest="effort", action="store_const", const=SMOKE, help="only see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
-    parser.set_defaults(effort=FULL)
+    add_efforts(parser, FULL, QUICK, SMOKE, "under 30 seconds")
 
 
 def main(options: argparse.Namespace) -> int:
-    import aiooffload as ao
     from benchmarks import copies_report
 
-    out = sys.stderr if options.json == "-" else sys.stdout
-    try:
-        if options.json and options.json != "-":
-            open(options.json, "a").close()  # Better to know now than after minutes.
+    def measured() -> dict[str, Any]:
         with asyncio.Runner(loop_factory=loop_factory("uvloop")) as runner:
             device, name = runner.run(device_of(options.device))
             rows = runner.run(measure(device, options.effort))
-    except (ao.OffloadError, OSError) as error:
-        print(f"scripts/bench copies: {error}", file=sys.stderr)
-        return 2
-    figures = {"device": device, "device_name": name, "loop": "uvloop", "size": options.effort.size, "rows": rows}
-    figures["bars"] = copies_report.bars(rows, LEAST_PERCENT) if device != "host" else []
-    copies_report.show(figures, out)
-    text = json.dumps(figures, indent=2)
-    if options.json == "-":
-        print(text)
-    elif options.json:
-        Path(options.json).write_text(text + "\n")
-    return 0
+        bars = copies_report.bars(rows, LEAST_PERCENT) if device != "host" else []
+        size = options.effort.size
+        return {"device": device, "device_name": name, "loop": "uvloop", "size": size, "rows": rows, "bars": bars}
+
+    return run("copies", options, measured, copies_report.show)
 
 
 async def measure(device: str, effort: Effort) -> list[dict[str, Any]]:

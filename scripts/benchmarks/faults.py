@@ -83,7 +83,7 @@ async def end_of(operation: ao.Operation[None]) -> tuple[float, str]:
 
 
 def main() -> None:
-    from benchmarks.completion import loop_factory
+    from benchmarks.command import loop_factory
 
     kind, device, loop = sys.argv[1:]
     with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from benchmarks.command import add_efforts, loop_factory, run, say
 
 if TYPE_CHECKING:
     import aiooffload as ao
@@ -57,33 +56,16 @@ SMOKE = Effort(nodes=30, rounds=1, awaits=5, flood=20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
+    add_efforts(parser, FULL, QUICK, SMOKE, "some seconds")
     parser.add_argument("--seed", type=int, default=1, help="of the graph (default: %(default)s)")
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", dest="effort", action="store_const", const=QUICK, help="some seconds")
-    effort.add_argument("--smoke", dest="effort", action="store_const", const=SMOKE, help="only see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
-    parser.set_defaults(effort=FULL)
 
 
 def main(options: argparse.Namespace) -> int:
-    import uvloop
+    def measured() -> dict[str, Any]:
+        with asyncio.Runner(loop_factory=loop_factory("uvloop")) as runner:
+            return runner.run(measure(options.device, options.effort, options.seed))
 
-    import aiooffload as ao
-
-    out = sys.stderr if options.json == "-" else sys.stdout
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            figures = runner.run(measure(options.device, options.effort, options.seed))
-    except (ao.OffloadError, OSError) as error:
-        print(f"scripts/bench graph: {error}", file=sys.stderr)
-        return 2
-    show(figures, out)
-    if options.json == "-":
-        print(json.dumps(figures, indent=2))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
+    return run("graph", options, measured, show)
 
 
 # The graph
@@ -152,7 +134,6 @@ async def in_turns(
                 wall = await ways[way](us * 1000)
                 if number >= 0:
                     walls[way, us].append(wall)
-    say("")
     return walls
 
 
@@ -269,7 +250,6 @@ async def flood(device: str, effort: Effort) -> list[dict[str, Any]]:
                     "p99_us": round(ordered[len(ordered) * 99 // 100], 1),
                 }
             )
-    say("")
     return rows
 
 
@@ -346,9 +326,3 @@ def show(figures: dict[str, Any], out: TextIO) -> None:
 
 def yes_or_no(met: bool) -> str:
     return "yes" if met else "NO"
-
-
-def say(text: str) -> None:
-    """Show on a terminal what is being measured, in one line."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

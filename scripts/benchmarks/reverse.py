@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.completion import device_of, loop_factory
+from benchmarks.command import add_efforts, check_target, device_of, loop_factory
 
 if TYPE_CHECKING:
     from benchmarks.reverse_measure import Recorder, Served, Values, Watch
@@ -69,12 +69,7 @@ SMOKE = Effort(rounds=1, trips=20, seconds=0.001, silences={1_000: 3, 10_000: 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", dest="effort", action="store_const", const=QUICK, help="under 30 seconds")
-    effort.add_argument("--smoke", dest="effort", action="store_const", const=SMOKE, help="only see that it runs")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
-    parser.set_defaults(effort=FULL)
+    add_efforts(parser, FULL, QUICK, SMOKE, "under 30 seconds")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -84,8 +79,7 @@ def main(options: argparse.Namespace) -> int:
     out = sys.stderr if options.json == "-" else sys.stdout
     run, error = None, None
     try:
-        if options.json and options.json != "-":
-            open(options.json, "a").close()  # Better to know now than after minutes.
+        check_target(options.json)
         with asyncio.Runner(loop_factory=loop_factory("uvloop")) as runner:
             run = Run(options.json, options.effort, *runner.run(device_of(options.device)))
             runner.run(run.run())

@@ -10,12 +10,11 @@ differ by no more than the bar.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from benchmarks.command import add_json, run
 
 if TYPE_CHECKING:
     from aiooffload.engine.lanes import Lanes
@@ -32,18 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--quick", action="store_true", help="fewer operations and rounds")
     effort.add_argument("--smoke", action="store_true", help="only see that it runs, with 10,000 waiting at most")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
+    add_json(parser)
 
 
 def main(options: argparse.Namespace) -> int:
-    out = sys.stderr if options.json == "-" else sys.stdout
-    figures = measure(options)
-    show(figures, out)
-    if options.json == "-":
-        print(json.dumps(figures, indent=2))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
+    return run("schedule", options, lambda: measure(options), show)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
