@@ -818,7 +818,8 @@ class Offload:
         dst, src
             Of the same shape and item size, with any strides above 0; or both C-contiguous and of the same
             size in bytes. Bytes are copied, no dtype is converted. A NumPy array must not be changed
-            (``src``) or read (``dst``) before the operation is done.
+            (``src``) or read (``dst``) before the operation is done. One of two Buffers may be of another
+            Offload under this loop, of this device or of another GPU.
         extent
             Elements to copy in each dimension, from the first one of each side, which then need not be of the
             same shape. For another place slice: ``off.copy(a[2:, 4:], b, (8, 8))``.
@@ -830,9 +831,10 @@ class Offload:
         UsageError
             Shapes or item sizes differ, the extent leaves one of them, one is broadcast or runs backwards,
             elements of ``dst`` overlap one another, or there is no Buffer at all. Two Buffers whose elements
-            are spread over common bytes count as overlapping, even if none is in both.
+            are spread over common bytes count as overlapping, even if none is in both. Or a Buffer is of an
+            Offload of another loop, or of another kind of device.
         ClosedError
-            One of them was closed.
+            One of them was closed, or the other Offload.
         WouldBlock
             ``max_pending`` operations wait on the host.
 
@@ -840,8 +842,11 @@ class Offload:
         -----
         *Calls.* One driver call where one can do it: contiguous memory, rows at any pitch, slices of rows. What
         takes more is sent in portions, and nothing that shares a buffer with it comes in between.
+        *Ordering.* With a Buffer of another Offload, by buffers in both (where ``ordering`` is ``"program"``), and
+        neither closes before the copy is done. What it has to wait for there, it waits for on the host; it fails
+        with DependencyError if that Offload is terminated meanwhile.
         *Thread.* Above 256 KiB, pageable memory is copied by a worker thread, piece by piece.
-        *Source.* CUDA Driver API, "Memory Management": cuMemcpy2DAsync, cuMemcpy3DAsync.
+        *Source.* CUDA Driver API, "Memory Management": cuMemcpy2DAsync, cuMemcpy3DAsync, cuMemcpyPeerAsync.
         """
         return self._open_engine().transfers.copy(dst, src, extent, Terms(after, lane, instant, None, priority))
 

@@ -35,16 +35,28 @@ def code_spans() -> list[str]:
     return re.findall(r"`([^`\n]+)`", PROSE)
 
 
-GRAPHS = "Graphs, streams of others, and lanes"
-EXAMPLES = {"Example": 0, "Calls from kernels": 1, GRAPHS: 2}
-"""The headings with an example, each with the place of its block."""
+EXAMPLES = {
+    "Example": "{device} 1998.0",
+    "Calls from kernels": "15.0",
+    "Graphs, streams of others, and lanes": "answer 3.0 5.0",
+    "Several GPUs": "[7, 7, 2, 3] [0, 1, 2, 3]",
+}
+"""The headings with an example, in their order, and what it prints."""
+on_each = pytest.mark.parametrize("heading", EXAMPLES)
 
 
-def run_example(tmp_path: Path, heading: str = "Example", **environment: str) -> str:
-    """Run an example, exactly as printed, in a new interpreter with warnings as errors."""
-    example = blocks("python")[EXAMPLES[heading]]
+def example_of(heading: str) -> str:
+    """Return the example below a heading, which is the only one there."""
+    assert len(blocks("python")) == len(EXAMPLES)
+    example = blocks("python")[list(EXAMPLES).index(heading)]
+    assert example in section(heading)
+    return example
+
+
+def check_example(tmp_path: Path, heading: str, device: str, **environment: str) -> None:
+    """Run an example as printed, in a new interpreter with warnings as errors; the text says what it prints."""
     file = tmp_path / "example.py"
-    file.write_text(example, encoding="utf-8")
+    file.write_text(example_of(heading), encoding="utf-8")
     result = subprocess.run(
         [sys.executable, "-W", "error", str(file)],
         env=os.environ
@@ -55,52 +67,28 @@ def run_example(tmp_path: Path, heading: str = "Example", **environment: str) ->
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
+    printed = EXAMPLES[heading].format(device=device)
+    assert result.stdout == printed + "\n"
+    assert f"`{printed}`" in section(heading)
 
 
-def test_example_runs_on_the_host(tmp_path: Path) -> None:
-    """The example runs as printed where no GPU is visible, and prints what the text says."""
-    assert run_example(tmp_path, CUDA_VISIBLE_DEVICES="") == "host 1998.0\n"
-    assert "`host 1998.0`" in section("Example")
-
-
-@pytest.mark.gpu
-def test_example_runs_on_a_gpu(tmp_path: Path) -> None:
-    """The example runs as printed on a GPU, and prints what the text says."""
-    assert run_example(tmp_path) == "cuda:0 1998.0\n"
-    assert "`cuda:0 1998.0`" in section("Example")
-
-
-def test_example_of_calls_runs_on_the_host(tmp_path: Path) -> None:
-    """The example of a kernel that calls runs as printed, and prints what the text says."""
-    assert run_example(tmp_path, "Calls from kernels", CUDA_VISIBLE_DEVICES="") == "15.0\n"
-    assert "`15.0`" in section("Calls from kernels")
+@on_each
+def test_examples_run_on_the_host(tmp_path: Path, heading: str) -> None:
+    """Each example runs as printed where no GPU is visible, and prints what the text says."""
+    check_example(tmp_path, heading, "host", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.gpu
-def test_example_of_calls_runs_on_a_gpu(tmp_path: Path) -> None:
-    """The example of a kernel that calls prints the same on a GPU."""
-    assert run_example(tmp_path, "Calls from kernels") == "15.0\n"
+@on_each
+def test_examples_run_on_a_gpu(tmp_path: Path, heading: str) -> None:
+    """Each example runs as printed on a GPU, and prints what the text says."""
+    check_example(tmp_path, heading, "cuda:0")
 
 
-def test_example_of_graphs_runs_on_the_host(tmp_path: Path) -> None:
-    """The example of a graph runs as printed, and prints what the text says."""
-    assert run_example(tmp_path, GRAPHS, CUDA_VISIBLE_DEVICES="") == "answer 3.0 5.0\n"
-    assert "`answer 3.0 5.0`" in section(GRAPHS)
-
-
-@pytest.mark.gpu
-def test_example_of_graphs_runs_on_a_gpu(tmp_path: Path) -> None:
-    """The example of a graph prints the same on a GPU."""
-    assert run_example(tmp_path, GRAPHS) == "answer 3.0 5.0\n"
-
-
-@pytest.mark.parametrize("heading", EXAMPLES)
+@on_each
 def test_examples_are_short(heading: str) -> None:
     """An example has about 25 lines of code."""
-    assert len(blocks("python")) == len(EXAMPLES)
-    example = blocks("python")[EXAMPLES[heading]]
-    assert len([line for line in example.splitlines() if line.strip()]) <= 26
+    assert len([line for line in example_of(heading).splitlines() if line.strip()]) <= 26
 
 
 def commands() -> list[list[str]]:

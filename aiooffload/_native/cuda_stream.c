@@ -34,13 +34,14 @@ typedef struct {
     size_t width, height;
 } memcpy_2d;
 
-/* CUDA_MEMCPY3D_v2: slices of such rows. */
+/* CUDA_MEMCPY3D_v2: slices of such rows; and CUDA_MEMCPY3D_PEER, which differs in one field. */
 typedef struct {
     size_t x, y, z, level;
     unsigned memory_type;
     const void *host;         /* unused, as `array` is */
     uint64_t address;
-    void *array, *reserved;   /* NULL */
+    void *array;              /* NULL */
+    void *context;            /* of a peer copy; reserved otherwise */
     size_t pitch, rows;       /* `rows` of `pitch` bytes from one slice to the next */
 } volume;
 typedef struct {
@@ -50,7 +51,7 @@ typedef struct {
 
 _Static_assert(sizeof(memcpy_2d) == 128 && sizeof(memcpy_3d) == 200, "the driver's layout of its copy parameters");
 
-enum { MEMORY_UNIFIED = 4 };
+enum { MEMORY_DEVICE = 2, MEMORY_UNIFIED = 4 };
 
 /* X(return type is CUresult) name in the struct, exported symbol, parameters */
 #define ENTRY_POINTS(X)                                                                                                \
@@ -67,6 +68,8 @@ enum { MEMORY_UNIFIED = 4 };
     X(memcpy_async, "cuMemcpyAsync", (uint64_t, uint64_t, size_t, void *))                                             \
     X(memcpy_2d_async, "cuMemcpy2DAsync_v2", (const memcpy_2d *, void *))                                              \
     X(memcpy_3d_async, "cuMemcpy3DAsync_v2", (const memcpy_3d *, void *))                                              \
+    X(memcpy_peer_async, "cuMemcpyPeerAsync", (uint64_t, void *, uint64_t, void *, size_t, void *))                    \
+    X(memcpy_3d_peer_async, "cuMemcpy3DPeerAsync", (const memcpy_3d *, void *))                                        \
     X(memset_d8, "cuMemsetD8Async", (uint64_t, unsigned char, size_t, void *))                                         \
     X(memset_d16, "cuMemsetD16Async", (uint64_t, unsigned short, size_t, void *))                                      \
     X(memset_d32, "cuMemsetD32Async", (uint64_t, unsigned, size_t, void *))                                            \
@@ -451,28 +454,39 @@ static PyObject *stream_enqueue_wake(CudaStream *self, PyObject *value) {
     return none_or_fail("cuLaunchHostFunc", status);
 }
 
+/* The contexts of a copy between two devices, which the driver takes through the host where they do not reach each
+ * other; NULL for one within a device, or between it and the host. */
+typedef struct {
+    unsigned long long destination, source;
+} peers;
+
 /* A copy looks its addresses up in the current context, whatever its stream's is. */
-static int copy(const CudaStream *self, uint64_t destination, uint64_t source, size_t nbytes) {
-    void *ours;
+static int copy(const CudaStream *self, uint64_t destination, uint64_t source, size_t nbytes, const peers *p) {
+    void *ours, *to = (void *)(uintptr_t)p->destination, *from = (void *)(uintptr_t)p->source;
     int status = cu.ctx_push(self->context);
     if (status) return status;
-    status = cu.memcpy_async(destination, source, nbytes, self->stream);
+    status = to ? cu.memcpy_peer_async(destination, to, source, from, nbytes, self->stream)
+                : cu.memcpy_async(destination, source, nbytes, self->stream);
     cu.ctx_pop(&ours);
     return status;
 }
 
 static PyObject *stream_enqueue_copy(CudaStream *self, PyObject *args) {
     unsigned long long destination, source, nbytes;
+    peers p = {0, 0};
     int status = 0;
-    if (!PyArg_ParseTuple(args, "KKK:enqueue_copy", &destination, &source, &nbytes) || is_closed(self)) return NULL;
-    if (nbytes) WITHOUT_INTERPRETER(copy(self, destination, source, nbytes));
-    return none_or_fail("cuMemcpyAsync", status);
+    if (!PyArg_ParseTuple(args, "KKK|KK:enqueue_copy", &destination, &source, &nbytes, &p.destination, &p.source) ||
+        is_closed(self))
+        return NULL;
+    if (nbytes) WITHOUT_INTERPRETER(copy(self, destination, source, nbytes, &p));
+    return none_or_fail(p.destination ? "cuMemcpyPeerAsync" : "cuMemcpyAsync", status);
 }
 
 /* Pitches and slices are distances in bytes; a slice is a multiple of the pitch (the planner sees to it). */
 typedef struct {
     unsigned long long destination, source, width, height, depth, destination_pitch, source_pitch, destination_slice,
         source_slice;
+    peers devices;
 } box;
 
 static int copy_2d(const CudaStream *self, const box *b) {
@@ -486,38 +500,50 @@ static int copy_2d(const CudaStream *self, const box *b) {
 }
 
 static int copy_3d(const CudaStream *self, const box *b) {
+    const unsigned type = b->devices.destination ? MEMORY_DEVICE : MEMORY_UNIFIED;
     memcpy_3d copy = {
-        .source = {.memory_type = MEMORY_UNIFIED, .address = b->source, .pitch = b->source_pitch},
-        .destination = {.memory_type = MEMORY_UNIFIED, .address = b->destination, .pitch = b->destination_pitch},
+        .source = {.memory_type = type, .address = b->source, .pitch = b->source_pitch, .rows = b->height},
+        .destination = {.memory_type = type, .address = b->destination, .pitch = b->destination_pitch,
+                        .rows = b->height},
         .width = b->width,
         .height = b->height,
         .depth = b->depth,
     };
-    if (b->depth > 1) { /* may be 0 otherwise */
+    if (b->depth > 1) { /* slices may be 0 otherwise */
         copy.source.rows = b->source_slice / b->source_pitch;
         copy.destination.rows = b->destination_slice / b->destination_pitch;
     }
-    return cu.memcpy_3d_async(&copy, self->stream);
+    if (!b->devices.destination) return cu.memcpy_3d_async(&copy, self->stream);
+    copy.source.context = (void *)(uintptr_t)b->devices.source;
+    copy.destination.context = (void *)(uintptr_t)b->devices.destination;
+    return cu.memcpy_3d_peer_async(&copy, self->stream);
+}
+
+static const char *box_call(const box *b) {
+    if (b->devices.destination) return "cuMemcpy3DPeerAsync";
+    return b->depth == 1 ? "cuMemcpy2DAsync" : "cuMemcpy3DAsync";
 }
 
 /* In the stream's context, as copy() is. The manual lets cuMemcpy2DAsync refuse pitches between two places of
  * device memory that cuMemAllocPitch did not compute, and cuMemcpy3DAsync none. */
 static int copy_box(const CudaStream *self, const box *b) {
+    const int flat = b->depth == 1 && !b->devices.destination;
     void *ours;
     int status = cu.ctx_push(self->context);
     if (status) return status;
-    status = b->depth > 1 ? copy_3d(self, b) : copy_2d(self, b);
-    if (status == INVALID_VALUE && b->depth == 1) status = copy_3d(self, b);
+    status = flat ? copy_2d(self, b) : copy_3d(self, b);
+    if (status == INVALID_VALUE && flat) status = copy_3d(self, b);
     cu.ctx_pop(&ours);
     return status;
 }
 
-/* (destination, source, width, height, depth, then pitches and slices, each of the destination first) */
+/* (destination, source, width, height, depth, then pitches and slices, each of the destination first, then peers) */
 static PyObject *stream_enqueue_copy_box(CudaStream *self, PyObject *args) {
-    box b;
+    box b = {.devices = {0, 0}};
     int status = 0;
-    if (!PyArg_ParseTuple(args, "KKKKKKKKK:enqueue_copy_box", &b.destination, &b.source, &b.width, &b.height, &b.depth,
-                          &b.destination_pitch, &b.source_pitch, &b.destination_slice, &b.source_slice) ||
+    if (!PyArg_ParseTuple(args, "KKKKKKKKK|KK:enqueue_copy_box", &b.destination, &b.source, &b.width, &b.height,
+                          &b.depth, &b.destination_pitch, &b.source_pitch, &b.destination_slice, &b.source_slice,
+                          &b.devices.destination, &b.devices.source) ||
         is_closed(self))
         return NULL;
     if (b.depth > 1 && !(b.destination_pitch && b.source_pitch)) {
@@ -525,7 +551,7 @@ static PyObject *stream_enqueue_copy_box(CudaStream *self, PyObject *args) {
         return NULL;
     }
     if (b.width && b.height && b.depth) WITHOUT_INTERPRETER(copy_box(self, &b));
-    return none_or_fail(b.depth == 1 ? "cuMemcpy2DAsync" : "cuMemcpy3DAsync", status);
+    return none_or_fail(box_call(&b), status);
 }
 
 /* The driver fills with 1, 2 or 4 bytes; longer patterns are one strided fill per 4 bytes. */

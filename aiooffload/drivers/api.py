@@ -270,10 +270,11 @@ class Stream(Protocol):
         never runs. Never used on a stream that runs kernels. *HIP:* hipLaunchHostFunc.
         """
 
-    def enqueue_copy(self, destination: int, source: int, nbytes: int) -> None:
+    def enqueue_copy(self, destination: int, source: int, nbytes: int, /, *peers: int) -> None:
         """Copy between device memory and registered memory, in any direction, by device address.
 
-        *HIP:* hipMemcpyAsync with hipMemcpyDefault.
+        ``peers`` are the handles of destination's and source's devices where these differ; one of them is this
+        stream's. *HIP:* hipMemcpyAsync with hipMemcpyDefault, hipMemcpyPeerAsync.
         """
 
     def enqueue_copy_box(
@@ -288,13 +289,14 @@ class Stream(Protocol):
         destination_slice: int,
         source_slice: int,
         /,
+        *peers: int,
     ) -> None:
         """Copy ``depth`` slices of ``height`` rows of ``width`` bytes between memory as for ``enqueue_copy``.
 
         A pitch is the distance in bytes from one row to the next, from ``width`` to
         ``DeviceProperties.max_pitch``; a slice is that from one slice to the next, a multiple of the pitch and
         at least ``height`` times it (any number where ``depth`` is 1). Nothing is written between the rows.
-        Source and destination do not overlap. *HIP:* hipMemcpyParam2DAsync, hipDrvMemcpy3DAsync.
+        Source and destination do not overlap. *HIP:* hipMemcpyParam2DAsync, hipDrvMemcpy3DAsync; none for peers.
         """
 
     def enqueue_fill(self, address: int, pattern: bytes, count: int) -> None:
@@ -322,6 +324,13 @@ class Device(Protocol):
     @property
     def properties(self) -> DeviceProperties:
         """What it can do."""
+
+    @property
+    def handle(self) -> int:
+        """What streams of another device call this one in a copy; the same where no peer copy is needed.
+
+        *HIP:* the device's ordinal.
+        """
 
     def create_stream(self, priority: int = 0) -> Stream:
         """Create a stream; smaller numbers are more urgent. *HIP:* hipStreamCreateWithPriority."""

@@ -230,10 +230,11 @@ class Copies:
         target: Place,
         source: Place,
         result: object = None,
+        peers: tuple[int, ...] = (),
     ) -> None:
-        """Copy between device memory and pinned memory."""
+        """Copy between device memory and pinned memory, or between two devices: ``peers``, by their handles."""
         outcome = None if result is None else lambda: result
-        self._send(operation, self._calls(shape, itemsize, target, source), outcome)
+        self._send(operation, self._calls(shape, itemsize, target, source, peers), outcome)
 
     def host_to_device(self, operation: Operation[Any], target: Place, source: NDArray[Any], result: object) -> None:
         """Copy pageable memory; a small source is read now, a large one until the operation is done."""
@@ -266,14 +267,16 @@ class Copies:
 
     # -- driver calls ----------------------------------------------------------------------
 
-    def _calls(self, shape: tuple[int, ...], itemsize: int, target: Place, source: Place) -> Iterator[Call]:
+    def _calls(
+        self, shape: tuple[int, ...], itemsize: int, target: Place, source: Place, peers: tuple[int, ...] = ()
+    ) -> Iterator[Call]:
         """Plan a copy, now, and make its calls as they are asked for."""
         to, dst_strides = target
         at, src_strides = source
         if itemsize == 1 and dst_strides == src_strides == _BYTES:  # what most copies are needs no planning
-            return iter((_call(to, at, shape[0]),) if shape[0] else ())
+            return iter((_call(to, at, shape[0], None, peers),) if shape[0] else ())
         steps = plan(shape, itemsize, dst_strides, src_strides, max_pitch=self._max_pitch)
-        return (_call(to + step.dst_offset, at + step.src_offset, step.width, step) for step in steps)
+        return (_call(to + step.dst_offset, at + step.src_offset, step.width, step, peers) for step in steps)
 
     def _send(self, operation: Operation[Any], calls: Iterator[Call], outcome: Callable[[], object] | None) -> None:
         """Make ``calls`` what it has to do, and ``outcome()`` its result; many calls go in portions."""
@@ -409,10 +412,10 @@ class Copies:
         await self._offload(_move, target, _staged(lease, target), lease)
 
 
-def _call(target: int, source: int, width: int, step: Step | None = None) -> Call:
+def _call(target: int, source: int, width: int, step: Step | None, peers: tuple[int, ...]) -> Call:
     if step is None or step.dimensions == 1:
-        return lambda stream: stream.enqueue_copy(target, source, width)
-    return lambda stream: stream.enqueue_copy_box(target, source, *step[2:])
+        return lambda stream: stream.enqueue_copy(target, source, width, *peers)
+    return lambda stream: stream.enqueue_copy_box(target, source, *step[2:], *peers)
 
 
 def _together(calls: tuple[Call, ...]) -> Call:

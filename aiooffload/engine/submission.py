@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aiooffload.engine.reverse import Reverse
     from aiooffload.operation import OperationOwner
 
-__all__ = ["After", "Submission", "Terms"]
+__all__ = ["After", "Submission", "Terms", "as_list"]
 
 _T = TypeVar("_T")
 After = Operation[Any] | Awaitable[Any]
@@ -53,7 +53,7 @@ class Terms(NamedTuple):
     coarse: bool = False
 
 
-def _as_list(after: Iterable[After]) -> Iterable[After]:
+def as_list(after: Iterable[After]) -> Iterable[After]:
     """Allow a single operation where several may stand."""
     return (after,) if isinstance(after, Operation) else after
 
@@ -156,7 +156,7 @@ class Submission:
             adapted[index] = Buffer._of(array, device_type)
             streams.add(array.stream)
         after = [self.completion(stream) for stream in streams - {None}]
-        return tuple(adapted), terms._replace(after=[*_as_list(terms.after), *after]) if after else terms
+        return tuple(adapted), terms._replace(after=[*as_list(terms.after), *after]) if after else terms
 
     def _site(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...]) -> Site | None:
         """Return what a launch needs, None if the kernel is not loaded yet; raises for what is none."""
@@ -272,15 +272,21 @@ class Submission:
         self._kernels.load(kernel).add_done_callback(loaded)
         return operation
 
-    def host_task(self, function: Callable[[], Coroutine[Any, Any, _T]], after: Iterable[After]) -> Operation[_T]:
+    def host_task(
+        self,
+        function: Callable[[], Coroutine[Any, Any, _T]],
+        after: Iterable[After],
+        uses: Sequence[tuple[Allocation, bool]] = (),
+        name: str | None = None,
+    ) -> Operation[_T]:
         """Submit a coroutine as a step of the graph; see ``Offload.host_task``."""
         self._check_open()
-        name = getattr(function, "__name__", "host task")
+        name = name or getattr(function, "__name__", "host task")
         operation: Operation[_T] = Operation(self._loop, self._owner, name)
         operation.kind = "host task"
         self._host_tasks.prepare(operation, function, copy_context())
         try:
-            self.submit(operation, (), Terms(after))
+            self.submit(operation, uses, Terms(after))
         except BaseException:
             self._host_tasks.forget(operation)
             raise
@@ -329,7 +335,7 @@ class Submission:
             raise UsageError("a gate keeps work on the host, which a stream that is not ours cannot")
         if not isawaitable(awaitable):
             raise UsageError(f"a gate is opened by an awaitable, not by {awaitable!r}")
-        self.submit(operation, (), Terms([awaitable, *_as_list(after)], lane, timeout_s=timeout_s))
+        self.submit(operation, (), Terms([awaitable, *as_list(after)], lane, timeout_s=timeout_s))
         return operation
 
     def completion(self, stream: object) -> Operation[None]:
@@ -438,7 +444,7 @@ class Submission:
     def _sort_after(self, after: Iterable[After]) -> tuple[list[Operation[Any]], list[Awaitable[Any]]]:
         operations: list[Operation[Any]] = []
         awaitables: list[Awaitable[Any]] = []
-        for item in _as_list(after):
+        for item in as_list(after):
             if not isinstance(item, Operation):
                 if not isawaitable(item):
                     raise UsageError(f"after takes operations and awaitables, not {item!r}")

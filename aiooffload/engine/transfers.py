@@ -14,6 +14,8 @@ import numpy as np
 
 from aiooffload.buffer import Allocation, Buffer, PinnedArray, no_buffer
 from aiooffload.engine.copies import PIECE_NBYTES, Place
+from aiooffload.engine.submission import as_list
+from aiooffload.engine.visits import visit
 from aiooffload.errors import UsageError
 from aiooffload.operation import Operation
 from aiooffload.rules.copyplan import c_strides, check_strides, overlaps, span
@@ -50,6 +52,8 @@ class Transfers:
         The engine, as operations and memory name it.
     check_open
         Raises if nothing can be submitted, nor allocated, any more.
+    handle
+        The device's.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Transfers:
         submit: Callable[..., None],
         owner: OperationOwner,
         check_open: Callable[[], None],
+        handle: int,
     ) -> None:
         self._loop = loop
         self._memory = memory
@@ -67,6 +72,7 @@ class Transfers:
         self._submit = submit
         self._owner = owner
         self._check_open = check_open
+        self._handle = handle
 
     def put(self, array: ArrayLike | PinnedArray, terms: Terms) -> Operation[Buffer]:
         """Allocate a Buffer and copy ``array`` into it."""
@@ -189,7 +195,7 @@ class Transfers:
         return operation
 
     def _on_device(self, dst: Buffer, src: Buffer, extent: int | Sequence[int] | None, terms: Terms) -> Operation[None]:
-        self._check(dst, src)
+        visited = self._elsewhere(dst, src)
         layout = _match(dst, src, extent)
         shape, itemsize, dst_strides, src_strides, flat = layout
         target, source = Place(dst.address, dst_strides), Place(src.address, src_strides)
@@ -200,17 +206,34 @@ class Transfers:
             raise UsageError("source and destination overlap")
         operation: Operation[None] = Operation(self._loop, self._owner, "copy")
         operation.kind, operation.nbytes = "copy", layout.nbytes
-        self._copies.direct(operation, shape, itemsize, target, source)
-        self._submit(operation, [(dst.allocation, True), (src.allocation, False)], terms)
+        uses = [(dst.allocation, True), (src.allocation, False)]
+        if visited is None:
+            self._copies.direct(operation, shape, itemsize, target, source)
+            self._submit(operation, uses, terms)
+            return operation
+        theirs = uses.pop(visited is src)
+        with visit(*theirs, operation) as (turn, handle):
+            peers = () if handle == self._handle else (self._handle, handle)
+            self._copies.direct(operation, shape, itemsize, target, source, None, peers[:: -1 if visited is dst else 1])
+            after = [*turn, *as_list(terms.after)]
+            self._submit(operation, uses, terms._replace(after=after), keep=theirs[0].lease)
         return operation
 
-    def _check(self, *buffers: Buffer) -> None:
-        for buffer in buffers:
-            if not isinstance(buffer, Buffer):
-                raise UsageError(f"expected a Buffer, not {no_buffer(buffer)}")
+    def _elsewhere(self, dst: Buffer, src: Buffer) -> Buffer | None:
+        """Check both and return the one that belongs to another Offload, if one of them does."""
+        for buffer in (dst, src):
             buffer.check_open()
-            if not buffer.allocation.belongs_to(self._owner):
-                raise UsageError("the buffer belongs to another Offload")
+        others = [buffer for buffer in (dst, src) if not buffer.allocation.belongs_to(self._owner)]
+        if len(others) == 2:
+            raise UsageError("both buffers belong to another Offload")
+        return others[0] if others else None
+
+    def _check(self, buffer: Buffer) -> None:
+        if not isinstance(buffer, Buffer):
+            raise UsageError(f"expected a Buffer, not {no_buffer(buffer)}")
+        buffer.check_open()
+        if not buffer.allocation.belongs_to(self._owner):
+            raise UsageError("the buffer belongs to another Offload")
 
 
 class _Layout(NamedTuple):

@@ -274,6 +274,12 @@ static int copy_words(const char *name, const size_t *w, int dimensions, void *s
 }
 int cuMemcpy2DAsync_v2(const size_t *copy, void *stream) { return copy_words("2d", copy, 2, stream); }
 int cuMemcpy3DAsync_v2(const size_t *copy, void *stream) { return copy_words("3d", copy, 3, stream); }
+int cuMemcpy3DPeerAsync(const size_t *copy, void *stream) { return copy_words("3d peer", copy, 3, stream); }
+int cuMemcpyPeerAsync(uint64_t to, void *to_context, uint64_t from, void *from_context, size_t nbytes, void *stream)
+{
+    dprintf(1, "copy peer %#lx@%p %#lx@%p %zu %p\n", to, to_context, from, from_context, nbytes, stream);
+    return failing("copy peer");
+}
 """
 COPYING = """
 from aiooffload._native import CudaStream, cuda_initialise
@@ -294,7 +300,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = (Path(__file__).resolve().parents[2] / "aiooffload/_native/cuda_stream.c").read_text(encoding="utf-8")
     symbols = re.findall(r'X\(\w+, "(cu\w+)"', source)
     others = [symbol for symbol in symbols if f"int {symbol}(" not in FAKE]
-    assert len(symbols) - len(others) == 5
+    assert len(symbols) - len(others) == 7
     text = "#include <string.h>\n" + FAKE + "".join(f"int {symbol}(void) {{ abort(); }}\n" for symbol in others)
     (folder / "fake.c").write_text(text, encoding="utf-8")
     command = [os.environ.get("CC") or "cc", "-shared", "-fPIC", "-o", "libcuda.so.1", "fake.c"]
@@ -336,7 +342,7 @@ for box in (12, 3, 1, 16, 20, 48, 60), slices, (0, *slices[1:]), (12, 3, 2, 0, *
         print(error)
 """
 ROWS = "2d 4:0x2000,20 4:0x1000,16 12 3 0x10"
-ROWS_AS_SLICE = "3d 4:0x2000,0,20,0 4:0x1000,0,16,0 12 3 1 0x10"
+ROWS_AS_SLICE = "3d 4:0x2000,0,20,3 4:0x1000,0,16,3 12 3 1 0x10"
 SLICES = "3d 4:0x2000,0,20,5 4:0x1000,0,16,4 12 3 2 0x10"
 REFUSED = "slices have rows, which are a pitch above 0 apart"
 
@@ -359,3 +365,38 @@ def test_boxes_are_given_to_the_driver_as_it_lays_them_out(
 ) -> None:
     """Rows are a 2D copy, or a 3D one where that is refused; slices are counted in rows; no rows are no call."""
     assert run_on(fake_driver, failing, BOXES) == expected
+
+
+PEERS = """
+from aiooffload._native import CudaStream, cuda_initialise
+cuda_initialise(lambda name, status: ValueError(f"{name} {status}"))
+stream = CudaStream(0x10, 0x20)
+for copy in (
+    lambda: stream.enqueue_copy(0x1000, 0x2000, 24, 48, 32),
+    lambda: stream.enqueue_copy(0x1000, 0x2000, 0, 48, 32),
+    lambda: stream.enqueue_copy_box(0x1000, 0x2000, 12, 3, 1, 16, 20, 0, 0, 48, 32),
+    lambda: stream.enqueue_copy_box(0x1000, 0x2000, 12, 3, 2, 16, 20, 64, 100, 48, 32),
+):
+    try:
+        copy()
+    except ValueError as error:
+        print(error)
+"""
+PEER_BYTES = "copy peer 0x1000@0x30 0x2000@0x20 24 0x10"
+PEER_ROWS = "3d peer 2:0x2000,32,20,3 2:0x1000,48,16,3 12 3 1 0x10"
+PEER_SLICES = "3d peer 2:0x2000,32,20,5 2:0x1000,48,16,4 12 3 2 0x10"
+
+
+@pytest.mark.parametrize(
+    ("failing", "bytes_fail", "box_fails"),
+    [("", [], []), ("copy peer", ["cuMemcpyPeerAsync 1"], []), ("3d peer", [], ["cuMemcpy3DPeerAsync 1"])],
+    ids=["well", "bytes refused", "boxes refused"],
+)
+def test_copies_between_devices_name_both(
+    fake_driver: Path, failing: str, bytes_fail: list[str], box_fails: list[str]
+) -> None:
+    """The driver gets the contexts of both sides and device addresses; rows are one slice; no bytes are no call."""
+    expected = ["push 0x20", PEER_BYTES, "pop", *bytes_fail]
+    for box in (PEER_ROWS, PEER_SLICES):
+        expected += ["push 0x20", box, "pop", *box_fails]
+    assert run_on(fake_driver, failing, PEERS) == expected

@@ -111,7 +111,8 @@ async def test_what_is_no_memory(device_label: str) -> None:
             lambda: r.off.get(np.zeros(4)),
             lambda: r.off.get(x, out=[0] * 4),
             lambda: r.off.fill(np.zeros(4), 1),
-            lambda: r.off.copy(x, foreign),
+            lambda: r.off.copy(foreign, np.zeros(4)),
+            lambda: r.off.copy(np.zeros(4), foreign),
             lambda: r.off.get(foreign),
             lambda: r.off.fill(foreign, 1),
         ):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 LANES = 16
 FAULTY_LANE = 5
-LIMIT_MS = {"illegal": 2_000, "trap": 4_000}  # several times what the bench demands: a busy machine is no failure
+LIMIT_MS = {"illegal": 2_000, "trap": 10_000}  # a bound on waiting, not a bar: a busy machine took 4.1 s for a trap
 STATUS = {
     "illegal": {"CUDA_ERROR_ILLEGAL_ADDRESS"},
     "trap": {"CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_ILLEGAL_INSTRUCTION"},

@@ -73,6 +73,8 @@ class CudaDevice:
         self._ordinal = unwrap("cuDeviceGet", driver.cuDeviceGet(index))
         self._context = _primary_context(self._ordinal)
         self.properties: Final = _describe(index, CoreDevice(index))
+        # Of the context, which is what a copy between two devices names.
+        self.handle: Final = int(self._context)
         self._arch = "sm_{}{}".format(*self.properties.compute_capability)
         with self.current():
             self._memory_stream = self.create_stream()

@@ -111,6 +111,8 @@ class HostDevice:
         if index != 0:
             raise DeviceUnavailableError(f"there is no host device {index}: the only one is 0, named 'host'")
         self.properties: Final = _properties(memory_operations, memory_limit)
+        # One for all host devices: each reaches the memory of any other.
+        self.handle: Final = 0
         self._context: Final = HostContext()
         self._limit: Final = memory_limit
         self._poison: Final = poison
