@@ -37,6 +37,7 @@ from aiooffload.engine.launches import Kernels
 from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.mapping import Arena, Mapping
 from aiooffload.engine.memory import Memory
+from aiooffload.engine.ranges import profiler_ranges
 from aiooffload.engine.reverse import Opened, Reverse
 from aiooffload.engine.scratch import SHARE, ScratchCache
 from aiooffload.engine.selftest import selftest
@@ -321,6 +322,7 @@ class Engine:
 
     async def _prepare(self) -> None:
         """Allocate staging, then find out how completions can be seen on this device."""
+        self.lanes.ranges = await self.offload(profiler_ranges)
         small = await self.offload(self.memory.register, SMALL_BLOCKS * INLINE_NBYTES)
         large = await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES)
         staging = Staging(large, PIECE_NBYTES, MOST_LARGE_BLOCKS, lambda: self._spawn(self._grow(staging)))
@@ -342,7 +344,8 @@ class Engine:
             cure = "set CUDA_DEVICE_MAX_CONNECTIONS=32, or leave it unset, before anything uses CUDA"
             self._fall_back(reason, cure)
         else:
-            self.completion.policy.monitor = self.launcher.ready = self._may_hurry = True
+            self.completion.policy.monitor = True
+            self.launcher.ready = self._may_hurry = self.lanes.ranges is None
 
     async def _grow(self, staging: Staging) -> None:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import Board, LaneQueue
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from aiooffload.drivers.api import Event, Stream
     from aiooffload.engine.completion import Completion
+    from aiooffload.engine.ranges import Ranges
     from aiooffload.types import Recorder
 
 __all__ = ["ALWAYS", "Lane", "Lanes", "Positions"]
@@ -196,6 +197,8 @@ class Lanes(Scheduler[Operation[Any], Lane]):
         self._completion = completion
         # Told of what happens while there is a trace, else None.
         self.recorder: Recorder | None = None
+        # Where a profiler is attached: a range around the driver calls of each operation.
+        self.ranges: Ranges | None = None
         self._rooms: deque[asyncio.Future[None]] = deque()
         self._lessees: list[asyncio.Future[None]] = []
         # Those of them that were told and have not run yet: each may take one place.
@@ -216,6 +219,10 @@ class Lanes(Scheduler[Operation[Any], Lane]):
 
     def _start(self, operation: Operation[Any], lane: Lane, waits: list[Operation[Any]]) -> None:
         """Enqueue it behind ``waits``."""
+        with nullcontext() if self.ranges is None else self.ranges.range(operation.name):
+            self._start_now(operation, lane, waits)
+
+    def _start_now(self, operation: Operation[Any], lane: Lane, waits: list[Operation[Any]]) -> None:
         try:
             for dep in waits:
                 dep.lane.enqueue_wait_for(dep.sequence, lane.stream)
