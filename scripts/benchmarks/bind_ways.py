@@ -25,6 +25,9 @@ extern "C" __global__ void saxpy(float a, const float* x, float* y, int n)
 """
 
 Worker = Callable[[int, Shift], Awaitable[int]]
+TASKS = 512
+ROW = 64
+"""Launches of which the last is awaited, where they are coarse: half of what a lane takes at a time."""
 
 
 @ao.kernel(cuda=SOURCE)
@@ -50,21 +53,21 @@ class Way:
 
 
 @asynccontextmanager
-async def all_ways(device: str) -> AsyncIterator[tuple[list[Way], dict[str, Worker], dict[str, str]]]:
-    """Yield the ways of a device, workers that launch and await by name, and which peers are missing and why."""
+async def all_ways(device: str) -> AsyncIterator[tuple[list[Way], dict[str, Load], dict[str, str]]]:
+    """Yield the ways of a device, loads by name, and which peers are missing and why."""
     async with ao.Offload(device, lanes=LANES) as off:
         await off.load(saxpy)
         x, y = off.zeros(COUNT, np.float32), off.zeros(COUNT, np.float32)
         ways = ours(off, x, y)
         await off.drain()
         if device == "host":
-            yield ways, workers(off, x), {}
+            yield ways, loads(off, x), {}
             return
         from benchmarks import bind_peers_cuda
 
         peers, missing = bind_peers_cuda.open_all(int(device.partition(":")[2]), x.address, y.address)
         try:
-            yield [*ways, *(peer.way() for peer in peers)], workers(off, x), missing
+            yield [*ways, *(peer.way() for peer in peers)], loads(off, x), missing
         finally:
             await off.drain()
             for peer in peers:
@@ -78,11 +81,29 @@ def ours(off: ao.Offload, x: ao.Buffer, y: ao.Buffer) -> list[Way]:
         Way("launch", lambda: off.launch(saxpy, grid=1, block=COUNT, args=(2.0, x, y, COUNT)), off.drain),
         Way("bound", bound, off.drain),
         Way("changed", lambda: bound(a=3.0), off.drain),
+        Way("coarse", lambda: bound(coarse=True), off.drain),
     ]
 
 
-def workers(off: ao.Offload, x: ao.Buffer) -> dict[str, Worker]:
-    """Return what tasks do, by name; as many as there are lanes have memory of their own."""
+@dataclass
+class Load:
+    """So many tasks that launch until their shift ends, and return how often they did."""
+
+    tasks: int
+    worker: Worker
+
+    async def rate(self, seconds: float) -> float:
+        """Return how many launches per second they make."""
+        shift, loop = Shift(), asyncio.get_running_loop()
+        start = time.perf_counter()
+        # From the loop's next turn on: its clock stands still within one, and may be late by then.
+        loop.call_soon(loop.call_later, seconds, shift.end)
+        done = await asyncio.gather(*(self.worker(number, shift) for number in range(self.tasks)))
+        return sum(done) / (time.perf_counter() - start)
+
+
+def loads(off: ao.Offload, x: ao.Buffer) -> dict[str, Load]:
+    """Return what is measured for its rate, by name; as many tasks as there are lanes have memory of their own."""
     results = [off.zeros(COUNT, np.float32) for _ in range(LANES)]
     bound = [off.bind(saxpy, grid=1, block=COUNT, args=(2.0, x, y, COUNT)) for y in results]
 
@@ -100,14 +121,14 @@ def workers(off: ao.Offload, x: ao.Buffer) -> dict[str, Worker]:
             done += 1
         return done
 
-    return {"launch": launches, "bound": calls}
+    async def rows(number: int, shift: Shift) -> int:
+        call, done = bound[number % LANES], 0
+        while shift.goes_on:
+            for _ in range(ROW - 1):
+                call(coarse=True)
+            await call()
+            done += ROW
+        return done
 
-
-async def rate(worker: Worker, tasks: int, seconds: float) -> float:
-    """Return how many awaits per second that many tasks make."""
-    shift, loop = Shift(), asyncio.get_running_loop()
-    start = time.perf_counter()
-    # From the loop's next turn on: its clock stands still within one, and may be late by then.
-    loop.call_soon(loop.call_later, seconds, shift.end)
-    done = await asyncio.gather(*(worker(number, shift) for number in range(tasks)))
-    return sum(done) / (time.perf_counter() - start)
+    # Of the coarse ones no more tasks than lanes: what a lane has no room for would wait on the host.
+    return {"launch": Load(TASKS, launches), "bound": Load(TASKS, calls), "coarse": Load(LANES, rows)}

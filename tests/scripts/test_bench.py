@@ -318,10 +318,11 @@ def test_ways_to_enqueue(tmp_path: Path) -> None:
     done = bench("bind", "--device", "host", "--smoke", "--json", "figures.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert [row["way"] for row in figures["enqueue"]] == ["launch", "bound", "changed"]
+    assert [row["way"] for row in figures["enqueue"]] == ["launch", "bound", "changed", "coarse"]
     assert all(0 < row["p50_us"] <= row["p90_us"] for row in figures["enqueue"])
-    assert [(row["way"], row["tasks"]) for row in figures["throughput"]] == [("launch", 512), ("bound", 512)]
-    assert all(row["awaits_per_s"] > 0 for row in figures["throughput"])
+    tasks = {row["way"]: row["tasks"] for row in figures["throughput"]}
+    assert tasks == {"launch": 512, "bound": 512, "coarse": 16}
+    assert all(row["launches_per_s"] > 0 for row in figures["throughput"])
     assert (figures["device"], figures["burst"], figures["missing"], figures["bars"]) == ("host", 64, {}, [])
     assert "over bound" in done.stdout
     assert "Bars" not in done.stdout
@@ -331,7 +332,7 @@ def test_figures_alone_on_standard_output() -> None:
     """With ``--json -`` the tables go to standard error."""
     done = bench("bind", "--device", "host", "--smoke", "--json", "-", "--loop", "asyncio")
     assert json.loads(done.stdout)["loop"] == "asyncio", done.stderr
-    assert "Awaits per second" in done.stderr
+    assert "Launches per second" in done.stderr
 
 
 @pytest.mark.usefixtures("parts")
@@ -346,14 +347,19 @@ def test_bars_of_bound_launches(capsys: pytest.CaptureFixture[str]) -> None:
         "loop": "uvloop",
         "burst": 64,
         "enqueue": [{"way": way, "p50_us": value, "p90_us": 9.0} for way, value in ways.items()],
-        "throughput": [{"way": "bound", "tasks": 512, "awaits_per_s": 150_000}],
+        "throughput": [
+            {"way": "launch", "tasks": 512, "launches_per_s": 100_000},
+            {"way": "bound", "tasks": 512, "launches_per_s": 150_000},
+            {"way": "coarse", "tasks": 16, "launches_per_s": 189_999},
+        ],
         "missing": {"cupy": "No module named 'cupy'"},
     }
     figures["bars"] = bind.bars(figures)
-    assert [row["met"] for row in figures["bars"]] == [True, False, True]
+    assert [row["met"] for row in figures["bars"]] == [True, False, True, False]
     bind.show(figures, sys.stdout)
     printed = capsys.readouterr().out
     assert "changed, enqueue, us: 6.1 <= 6 NO" in printed
+    assert "coarse, launches/s, 16 tasks: 189,999 >= 190,000 NO" in printed
     assert "cupy: No module named 'cupy'" in printed
 
 
