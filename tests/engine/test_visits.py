@@ -100,6 +100,34 @@ async def test_a_target_elsewhere_is_ordered_too(labels: tuple[str, str]) -> Non
         assert (await seen)[0] == 5
 
 
+async def test_behind_coarse_work(labels: tuple[str, str]) -> None:
+    """A launch there that has no mark of its own gets one when a copy waits for it."""
+    async with two(labels, lanes=1) as (here, there):
+        source, target = there.word(1), here.word()
+        there.launch(add, source, 4, coarse=True)
+        await here.off.copy(target, source)
+        assert await here.read(target) == 5
+        there.launch(add, source, 4, coarse=True)
+        await there.off.copy(target, source)
+        assert await here.read(target) == 9
+
+
+async def test_explicit_order_is_the_programs(labels: tuple[str, str]) -> None:
+    """With ordering="explicit" a copy waits for nothing there that after= does not name."""
+    async with rig(labels[0]) as here, rig(labels[1], ordering="explicit") as there:
+        source, target = there.word(1), here.word()
+        await there.off.drain()
+        gate = there.gate()
+        write = there.launch(hold_write, gate.address, source, np.uint64(3))
+        await until(lambda: gate.started)
+        await here.off.copy(target, source)
+        assert await here.read(target) == 1
+        gate.open()
+        await write
+        await here.off.copy(target, source, after=[asyncio.ensure_future(write.wait())])
+        assert await here.read(target) == 3
+
+
 async def test_instant(labels: tuple[str, str]) -> None:
     """With nothing in its way it goes straight to the device; behind work of the other Offload it cannot."""
     async with two(labels) as (here, there):
