@@ -329,6 +329,7 @@ async def test_wait_that_the_driver_refuses() -> None:
     device = SpyDevice()
     async with rig(device, lanes=2, ordering="explicit") as r:
         word = r.word(1)
+        await r.off.drain()  # nothing orders the launch behind the fill
         await r.launch(add, word, 1)
         await r.launch(nothing)
         gate = await r.hold(r.off.lanes[0])
