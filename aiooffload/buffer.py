@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -123,11 +123,13 @@ class ForeignAllocation(Allocation):
         """Take the history of what a raw pointer counts as: its owner."""
         block = lease.block
         owner = block.owner
+        if isinstance(owner, Buffer) and not owner.allocation.belongs_to(engine):
+            if owner.allocation.owner is None:
+                return
+            engine = cast("OperationOwner", owner.allocation.owner)  # it is memory of that Offload
         if block.device_type not in (None, CPU if engine.label == "host" else CUDA):
             raise UsageError(f"device {engine.label} does not reach the memory of this array")
         if isinstance(owner, Buffer):
-            if not owner.allocation.belongs_to(engine):
-                return
             self.history = owner.allocation.history
         elif isinstance(owner, PinnedArray):
             self.history = owner.history

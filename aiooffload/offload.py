@@ -844,7 +844,8 @@ class Offload:
         takes more is sent in portions, and nothing that shares a buffer with it comes in between.
         *Ordering.* With a Buffer of another Offload, by buffers in both (where ``ordering`` is ``"program"``), and
         neither closes before the copy is done. What it has to wait for there, it waits for on the host; it fails
-        with DependencyError if that Offload is terminated meanwhile.
+        with DependencyError if that Offload is terminated meanwhile. If this one is while it copies, ``dst`` is closed:
+        nobody would know when the device has done with it.
         *Thread.* Above 256 KiB, pageable memory is copied by a worker thread, piece by piece.
         *Source.* CUDA Driver API, "Memory Management": cuMemcpy2DAsync, cuMemcpy3DAsync, cuMemcpyPeerAsync.
         """

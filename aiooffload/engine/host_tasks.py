@@ -39,8 +39,8 @@ class HostTasks:
         self._loop = loop
         self._lanes = lanes
         self._on_finished = on_finished
-        # Those that run; each ends its operation.
-        self.running: dict[Operation[Any], asyncio.Task[Any]] = {}
+        # Those that run, each with the task that ends it; None where another engine does, for a visit.
+        self.running: dict[Operation[Any], asyncio.Task[Any] | None] = {}
 
     def prepare(
         self, operation: Operation[Any], function: Callable[[], Coroutine[Any, Any, Any]], context: Context
@@ -64,6 +64,24 @@ class HostTasks:
         task.add_done_callback(lambda task: self._ended(operation, task))
         if self._lanes.dead is not None:  # it ended everything in its first step, as an eager task may
             self.abandon(self._lanes.dead)
+
+    def prepare_visit(self, operation: Operation[Any], begin: Callable[[], None]) -> Callable[[], None]:
+        """Let ``operation`` call ``begin`` once nothing holds it; it lasts until what this returns is called."""
+
+        def start() -> None:
+            self._lanes.tell_on_host(operation)
+            self.running[operation] = None
+            begin()
+
+        def leave() -> None:
+            if operation in self.running:
+                del self.running[operation]
+                self._end(operation, None, None)
+            else:  # not its turn yet, or the engine has ended it
+                self._lanes.stop(operation, asyncio.CancelledError())
+
+        self._lanes.on_host[operation] = start
+        return leave
 
     def _ended(self, operation: Operation[Any], task: asyncio.Task[Any]) -> None:
         del self.running[operation]
@@ -94,4 +112,7 @@ class HostTasks:
         """The device or the Offload is gone, and with it what would have come after: what runs is cancelled."""
         for operation, task in list(self.running.items()):
             operation.finish(failure=failure)
-            task.cancel()
+            if task is None:
+                del self.running[operation]
+            else:
+                task.cancel()

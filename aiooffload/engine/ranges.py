@@ -44,7 +44,9 @@ def profiler_ranges() -> Ranges | None:
     """Return ranges if a profiler is attached that wants them and the package ``nvtx`` is there. Reads files."""
     try:
         import nvtx
-    except ImportError:
+
+        domain = nvtx.get_domain("aiooffload")
+        attached = isinstance(domain, nvtx.Domain)
+    except (ImportError, AttributeError):  # not installed, or something else of that name
         return None
-    domain = nvtx.get_domain("aiooffload")
-    return Ranges(domain) if isinstance(domain, nvtx.Domain) else None
+    return Ranges(domain) if attached else None

@@ -272,25 +272,37 @@ class Submission:
         self._kernels.load(kernel).add_done_callback(loaded)
         return operation
 
-    def host_task(
-        self,
-        function: Callable[[], Coroutine[Any, Any, _T]],
-        after: Iterable[After],
-        uses: Sequence[tuple[Allocation, bool]] = (),
-        name: str | None = None,
-    ) -> Operation[_T]:
+    def host_task(self, function: Callable[[], Coroutine[Any, Any, _T]], after: Iterable[After]) -> Operation[_T]:
         """Submit a coroutine as a step of the graph; see ``Offload.host_task``."""
         self._check_open()
-        name = name or getattr(function, "__name__", "host task")
+        name = getattr(function, "__name__", "host task")
         operation: Operation[_T] = Operation(self._loop, self._owner, name)
         operation.kind = "host task"
         self._host_tasks.prepare(operation, function, copy_context())
         try:
-            self.submit(operation, uses, Terms(after))
+            self.submit(operation, (), Terms(after))
         except BaseException:
             self._host_tasks.forget(operation)
             raise
         return operation
+
+    def stand_in(
+        self, name: str, memory: Allocation, writes: bool, begin: Callable[[], None]
+    ) -> tuple[Operation[None], Callable[[], None]]:
+        """Submit what stands for the use of ``memory`` by another engine, and return what ends it.
+
+        ``begin`` is called when it is its turn.
+        """
+        self._check_open()
+        operation: Operation[None] = Operation(self._loop, self._owner, name)
+        operation.kind = "visit"
+        leave = self._host_tasks.prepare_visit(operation, begin)
+        try:
+            self.submit(operation, [(memory, writes)], Terms())
+        except BaseException:
+            self._host_tasks.forget(operation)
+            raise
+        return operation, leave
 
     # -- other work ------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Copies between two Offloads: how each orders them among its own work.
 
-Such a copy is an operation of the Offload that was asked, on its lanes. In the other one a host task stands for it,
-the *visit*: it starts when it is the turn of the memory there, and ends when the copy is over. So neither engine
+Such a copy is an operation of the Offload that was asked, on its lanes. In the other one a *visit* stands for it, an
+operation on the host: it begins when it is the turn of the memory there, and ends with the copy. So neither engine
 has to know the other's graph, and whoever uses, closes or drains there waits for the copy.
 """
 
@@ -46,32 +46,40 @@ def visit(memory: Allocation, writes: bool, operation: Operation[Any]) -> Iterat
     ClosedError, DeviceLostError, WouldBlock
         As it refuses submissions.
     """
-    engine = cast("Engine", memory.owner)
-    engine.check_caller()
-    if engine.device.properties.driver != operation.owner.label.partition(":")[0]:
-        raise UsageError(
-            f"{operation.owner.label} and {engine.label} do not reach each other's memory: get the one and put it"
-        )
-    turn: asyncio.Future[None] = engine.loop.create_future()
-    over: asyncio.Future[None] = engine.loop.create_future()
+    here, there = cast("Engine", operation.owner), cast("Engine", memory.owner)
+    there.check_caller()
+    if there.device.properties.driver != here.device.properties.driver:
+        raise UsageError(f"{here.label} and {there.label} do not reach each other's memory: get the one and put it")
+    turn: asyncio.Future[None] = there.loop.create_future()
 
-    async def stay() -> None:
+    def begin() -> None:
         if not turn.done():
             turn.set_result(None)
-        await over
 
-    def leave(_: object = None) -> None:
-        if not over.done():
-            over.set_result(None)
-
-    standing = engine.submission.host_task(stay, (), [(memory, writes)], operation.name)
+    standing, leave = there.submission.stand_in(operation.name, memory, writes, begin)
     standing.add_done_callback(lambda standing: _end_turn(turn, standing.look()))
+    waits = standing.deps is not None
     try:
-        yield ([] if standing.deps is None else [turn]), engine.device.handle
+        yield ([turn] if waits else []), there.device.handle
     except BaseException:
         leave()
         raise
-    operation.add_done_callback(leave)
+    if waits:  # or nobody would see that it waits for what the visit waits for
+        _name_until(turn, operation, standing)
+
+    def ended(operation: Operation[Any]) -> None:
+        on_device = operation.queue is not None or (operation.streamed and operation.steps is None)
+        if writes and operation.failure is not None and on_device and here.lanes.dead is not None:
+            memory.close()  # nobody looks at that device any more, and it may still write here
+        leave()
+
+    def arrived(operation: Operation[Any]) -> None:
+        operation.finish()
+        leave()  # now: whoever awaited the copy may use the memory there at once
+
+    operation.add_done_callback(ended)
+    if not operation.streamed:
+        operation.arrival = arrived
 
 
 def _end_turn(turn: asyncio.Future[None], failure: BaseException | None) -> None:
@@ -79,3 +87,14 @@ def _end_turn(turn: asyncio.Future[None], failure: BaseException | None) -> None
     if not turn.done():
         turn.set_exception(failure or asyncio.CancelledError())
         turn.exception()  # nobody may be waiting, and the copy says it if somebody is
+
+
+def _name_until(turn: asyncio.Future[None], operation: Operation[Any], standing: Operation[None]) -> None:
+    """Have the visit among what ``operation`` comes after by name, as long as it waits for its turn."""
+    named = operation.requires
+    operation.requires = (*(named or ()), standing)
+
+    def begun(_: asyncio.Future[None]) -> None:
+        operation.requires = named
+
+    turn.add_done_callback(begun)

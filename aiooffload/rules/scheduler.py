@@ -594,7 +594,7 @@ def waits_for(deps: Iterable[_W], launch: _W) -> bool:
             return True
         if dep not in seen and dep.queue is None and not dep.finished:
             seen.add(dep)
-            ahead += dep.deps or ()
+            ahead += (*(dep.deps or ()), *(dep.requires or ()))
     return False
 
 

@@ -144,3 +144,9 @@ def test_without_a_profiler_there_are_none() -> None:
     """Without one nothing is written, and the launch path stays short."""
     assert run(PROGRAM) == ["begin", RESULT]
     assert run(PROBE) == ["None True"]
+
+
+def test_another_module_of_that_name_is_left_alone(tmp_path: Path) -> None:
+    """What is called nvtx and is something else is no reason not to open."""
+    (tmp_path / "nvtx.py").write_text("", encoding="utf-8")
+    assert run(PROBE, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}") == ["None True"]
