@@ -2,9 +2,10 @@
  *
  * It takes the plain launches: a kernel that was launched in this geometry before, nothing
  * waiting on the host, a lane with room, and if its buffers are in use, then by operations on that one
- * lane alone. What is named in `after` has to be on the device, on any lane. For everything else launch() returns None and Python does it, by the same steps with
- * the same outcome (engine/submission.py, engine/lanes.py). What it saves is the interpretation of
- * those steps, which costs more than the driver's part.
+ * lane alone. What is named in `after` has to be on the device, on any lane. For everything else
+ * launch() returns None and Python does it, by the same steps with the same outcome
+ * (engine/submission.py, engine/lanes.py). What it saves is the interpretation of those steps, which
+ * costs more than the driver's part.
  */
 #include "native.h"
 

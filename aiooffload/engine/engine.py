@@ -330,9 +330,7 @@ class Engine:
         self.copies = Copies(
             self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self, max_pitch
         )
-        self.transfers = Transfers(
-            self.loop, self.memory, self.copies, self.submission.submit, self, self.check_open, self.device.handle
-        )
+        self.transfers = Transfers(self.loop, self.memory, self.copies, self.submission.submit, self, self.check_open)
         if not self.device.properties.memory_operations:
             self._fall_back("its streams cannot write or wait for words")
             async with barrier.alone():  # what was going on when this engine joined did not pause it

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aiooffload.engine.reverse import Reverse
     from aiooffload.operation import OperationOwner
 
-__all__ = ["After", "Submission", "Terms", "as_list"]
+__all__ = ["After", "Submission", "Terms"]
 
 _T = TypeVar("_T")
 After = Operation[Any] | Awaitable[Any]
@@ -52,8 +52,12 @@ class Terms(NamedTuple):
     priority: int = 0
     coarse: bool = False
 
+    def also_after(self, more: Iterable[After]) -> Terms:
+        """Return them with more to come after."""
+        return self._replace(after=[*_as_list(self.after), *more])
 
-def as_list(after: Iterable[After]) -> Iterable[After]:
+
+def _as_list(after: Iterable[After]) -> Iterable[After]:
     """Allow a single operation where several may stand."""
     return (after,) if isinstance(after, Operation) else after
 
@@ -156,7 +160,7 @@ class Submission:
             adapted[index] = Buffer._of(array, device_type)
             streams.add(array.stream)
         after = [self.completion(stream) for stream in streams - {None}]
-        return tuple(adapted), terms._replace(after=[*as_list(terms.after), *after]) if after else terms
+        return tuple(adapted), terms.also_after(after) if after else terms
 
     def _site(self, kernel: Kernel, geometry: Geometry, args: tuple[Any, ...]) -> Site | None:
         """Return what a launch needs, None if the kernel is not loaded yet; raises for what is none."""
@@ -347,7 +351,7 @@ class Submission:
             raise UsageError("a gate keeps work on the host, which a stream that is not ours cannot")
         if not isawaitable(awaitable):
             raise UsageError(f"a gate is opened by an awaitable, not by {awaitable!r}")
-        self.submit(operation, (), Terms([awaitable, *as_list(after)], lane, timeout_s=timeout_s))
+        self.submit(operation, (), Terms([awaitable, *_as_list(after)], lane, timeout_s=timeout_s))
         return operation
 
     def completion(self, stream: object) -> Operation[None]:
@@ -456,7 +460,7 @@ class Submission:
     def _sort_after(self, after: Iterable[After]) -> tuple[list[Operation[Any]], list[Awaitable[Any]]]:
         operations: list[Operation[Any]] = []
         awaitables: list[Awaitable[Any]] = []
-        for item in as_list(after):
+        for item in _as_list(after):
             if not isinstance(item, Operation):
                 if not isawaitable(item):
                     raise UsageError(f"after takes operations and awaitables, not {item!r}")

@@ -14,7 +14,6 @@ import numpy as np
 
 from aiooffload.buffer import Allocation, Buffer, PinnedArray, no_buffer
 from aiooffload.engine.copies import PIECE_NBYTES, Place
-from aiooffload.engine.submission import as_list
 from aiooffload.engine.visits import visit
 from aiooffload.errors import UsageError
 from aiooffload.operation import Operation
@@ -52,8 +51,6 @@ class Transfers:
         The engine, as operations and memory name it.
     check_open
         Raises if nothing can be submitted, nor allocated, any more.
-    handle
-        The device's.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class Transfers:
         submit: Callable[..., None],
         owner: OperationOwner,
         check_open: Callable[[], None],
-        handle: int,
     ) -> None:
         self._loop = loop
         self._memory = memory
@@ -72,7 +68,6 @@ class Transfers:
         self._submit = submit
         self._owner = owner
         self._check_open = check_open
-        self._handle = handle
 
     def put(self, array: ArrayLike | PinnedArray, terms: Terms) -> Operation[Buffer]:
         """Allocate a Buffer and copy ``array`` into it."""
@@ -212,11 +207,9 @@ class Transfers:
             self._submit(operation, uses, terms)
             return operation
         theirs = uses.pop(visited is src)
-        with visit(*theirs, operation) as (turn, handle):
-            peers = () if handle == self._handle else (self._handle, handle)
-            self._copies.direct(operation, shape, itemsize, target, source, None, peers[:: -1 if visited is dst else 1])
-            after = [*turn, *as_list(terms.after)]
-            self._submit(operation, uses, terms._replace(after=after), keep=theirs[0].lease)
+        with visit(*theirs, operation) as (turn, peers):
+            self._copies.direct(operation, shape, itemsize, target, source, peers=peers)
+            self._submit(operation, uses, terms.also_after(turn), keep=theirs[0].lease)
         return operation
 
     def _elsewhere(self, dst: Buffer, src: Buffer) -> Buffer | None:

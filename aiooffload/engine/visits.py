@@ -23,7 +23,9 @@ __all__ = ["visit"]
 
 
 @contextmanager
-def visit(memory: Allocation, writes: bool, operation: Operation[Any]) -> Iterator[tuple[list[Awaitable[None]], int]]:
+def visit(
+    memory: Allocation, writes: bool, operation: Operation[Any]
+) -> Iterator[tuple[list[Awaitable[None]], tuple[int, ...]]]:
     """Let ``operation``, which the body submits, use memory of another engine in its turn there.
 
     Parameters
@@ -35,9 +37,9 @@ def visit(memory: Allocation, writes: bool, operation: Operation[Any]) -> Iterat
 
     Yields
     ------
-    list, int
-        What the operation has to come after, nothing where it is the memory's turn already; and the handle of the
-        other device.
+    list, tuple
+        What the operation has to come after, nothing where it is the memory's turn already; and the ``peers`` of its
+        driver calls.
 
     Raises
     ------
@@ -52,15 +54,13 @@ def visit(memory: Allocation, writes: bool, operation: Operation[Any]) -> Iterat
         raise UsageError(f"{here.label} and {there.label} do not reach each other's memory: get the one and put it")
     turn: asyncio.Future[None] = there.loop.create_future()
 
-    def begin() -> None:
-        if not turn.done():
-            turn.set_result(None)
-
-    standing, leave = there.submission.stand_in(operation.name, memory, writes, begin)
+    standing, leave = there.submission.stand_in(operation.name, memory, writes, lambda: turn.set_result(None))
     standing.add_done_callback(lambda standing: _end_turn(turn, standing.look()))
     waits = standing.deps is not None
+    target, source = (there.device, here.device) if writes else (here.device, there.device)
+    peers = () if target.handle == source.handle else (target.handle, source.handle)
     try:
-        yield ([turn] if waits else []), there.device.handle
+        yield ([turn] if waits else []), peers
     except BaseException:
         leave()
         raise

@@ -40,6 +40,12 @@ async def two(labels: tuple[str, str], **options: Any) -> AsyncIterator[tuple[Ri
         yield here, there
 
 
+async def drained(*rigs: Rig) -> None:
+    """Wait until nothing is under way, so that what comes next may be instant."""
+    for r in rigs:
+        await r.off.drain()
+
+
 async def test_there_and_back(labels: tuple[str, str]) -> None:
     """Either Offload copies in either direction, contiguous memory and slices of it, also in many calls."""
     numbers = np.arange(5 * 6 * 7, dtype=np.int32).reshape(5, 6, 7)
@@ -132,8 +138,7 @@ async def test_instant(labels: tuple[str, str]) -> None:
     """With nothing in its way it goes straight to the device; behind work of the other Offload it cannot."""
     async with two(labels) as (here, there):
         source, target = there.word(3), here.word()
-        await there.off.drain()
-        await here.off.drain()
+        await drained(here, there)
         copy = here.off.copy(target, source, instant=True)
         assert copy.instant
         await copy
@@ -151,8 +156,7 @@ async def test_memory_stays_until_it_is_done(labels: tuple[str, str]) -> None:
     """Closing the other buffer, draining or closing the other Offload waits for the copy."""
     async with two(labels, lanes=1) as (here, there):
         source, target = there.word(6), here.word()
-        await here.off.drain()
-        await there.off.drain()
+        await drained(here, there)
         gate = await here.hold()
         copy = here.off.copy(target, source)
         source.close()
@@ -172,8 +176,7 @@ async def test_a_program_that_cancels_every_task(labels: tuple[str, str]) -> Non
     """Nothing of a copy that is on the device can be cancelled by that: what is submitted there later still waits."""
     async with two(labels, lanes=1) as (here, there):
         source, target = here.word(6), there.word()
-        await here.off.drain()
-        await there.off.drain()
+        await drained(here, there)
         gate = await here.hold()
         copy = here.off.copy(target, source)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -193,8 +196,7 @@ async def test_once_it_was_awaited_the_memory_is_free(labels: tuple[str, str]) -
     """Work on either side goes straight to the device, and other libraries get the memory."""
     async with two(labels) as (here, there):
         x, y = here.word(1), there.word(2)
-        await here.off.drain()
-        await there.off.drain()
+        await drained(here, there)
         await here.off.copy(x, y)
         assert there.off.fill(y, 3, instant=True).instant
         await there.off.drain()
@@ -229,8 +231,7 @@ async def test_terminated_while_it_writes_elsewhere() -> None:
     """Memory that a terminated Offload may still write is closed: nobody would see the end of that."""
     async with rig("host", lanes=1, bury=True) as here, rig("host") as there:
         source, target, other = here.word(1), there.word(2), there.word(3)
-        await here.off.drain()
-        await there.off.drain()
+        await drained(here, there)
         await here.hold()
         copy = here.off.copy(target, source)
         read = here.off.copy(source, other)
@@ -298,8 +299,7 @@ async def test_refused(labels: tuple[str, str]) -> None:
     """What is refused leaves nothing behind in either Offload."""
     async with two(labels) as (here, there), rig(labels[0]) as third:
         source, target = there.word(1), here.word(2)
-        await here.off.drain()
-        await there.off.drain()
+        await drained(here, there)
         for call, message in (
             (lambda: third.off.copy(target, source), "both buffers belong to another Offload"),
             (lambda: here.off.copy(target, source[:0]), "0 bytes"),
@@ -381,8 +381,7 @@ async def test_devices_are_named_to_the_driver(monkeypatch: pytest.MonkeyPatch) 
     calls: list[tuple[Any, ...]] = []
     async with rig(Named(HostDevice(), 11)) as here, rig(Named(HostDevice(), 22)) as there:
         x, y = here.off.zeros((4, 4), np.uint8), there.off.zeros((4, 4), np.uint8)
-        await here.off.drain()
-        await there.off.drain()
+        await drained(here, there)
         for lane in here.off.lanes:
             note(lane, calls, monkeypatch)
         await here.off.copy(x, y)
