@@ -237,7 +237,7 @@ class Scheduler(Generic[_W, _L]):
 
         What the driver refuses fails the operation. Only what is no Exception is raised, after that.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # Lanes has its own, as the tests' device has
 
     def _on_room(self) -> None:
         """Fewer operations wait on the host."""

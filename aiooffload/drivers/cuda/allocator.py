@@ -56,7 +56,7 @@ class Allocator:
         """Allocate; raises OutOfMemoryError, another DriverError, or UsageError for memory that is not aligned."""
         try:
             buffer = self._resource.allocate(nbytes, stream=self._stream)
-        except Exception as error:
+        except Exception as error:  # the program's own code: whatever it raises, it becomes one of our errors
             raise _translated("allocate", error, nbytes) from error
         _open[id(buffer)] = buffer
         block = AllocatorBlock(int(buffer.handle), nbytes, buffer)
@@ -69,7 +69,7 @@ class Allocator:
         """Close a block's object; raises DriverError."""
         try:
             block.buffer.close(self._stream)
-        except Exception as error:
+        except Exception as error:  # the program's own code: whatever it raises, it becomes one of our errors
             raise _translated("close", error, block.nbytes) from error
         del _open[id(block.buffer)]
 
