@@ -70,6 +70,8 @@ class Ticket:
     call: _BatchCall | None = None
     """Set when it was sent."""
     timer: asyncio.TimerHandle | None = None
+    ended: bool = False
+    """It is no longer in the worker. Its future may be done earlier only if its waiter was cancelled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,17 +118,8 @@ class _BatchCall:
             each = [list(row) for row in zip(*columns, strict=True)]
         label = self.process.device["label"]
         for ticket, tensors in zip(tickets, each, strict=True):
-            if not ticket.future.done():
-                ticket.future.set_result(
-                    Answer(
-                        tensors,
-                        label,
-                        len(tickets),
-                        self.sent_at - ticket.entered_at,
-                        message["handler_s"],
-                        message["device_s"],
-                    )
-                )
+            times = self.sent_at - ticket.entered_at, message["handler_s"], message["device_s"]
+            self.dispatcher.finish(ticket, Answer(tensors, label, len(tickets), *times))
 
     def on_lost(self, reason: str) -> None:
         self.lane.release(self.process)
@@ -134,8 +127,7 @@ class _BatchCall:
 
     def _refuse(self, refusal: Refusal) -> None:
         for ticket in self.tickets:
-            if not ticket.future.done():
-                ticket.future.set_exception(refusal)
+            self.dispatcher.finish(ticket, refusal)
 
     def on_progress(self, done: int, total: int) -> None:
         for ticket in self.tickets:
@@ -261,7 +253,6 @@ class Dispatcher:
         ticket = Ticket(declaration, request, rows, now, loop.create_future(), on_progress)
         self.in_flight += 1
         self._idle.clear()
-        ticket.future.add_done_callback(self._left)
         if timeout_s is not None:
             ticket.timer = loop.call_later(timeout_s, self._expire, ticket, timeout_s)
         alone = None if on_progress is None else ticket
@@ -279,18 +270,30 @@ class Dispatcher:
         lane = self._lanes[declaration.name] = _Lane(declaration, self._concurrency)
         return lane
 
-    def _left(self, _: object) -> None:
+    def finish(self, ticket: Ticket, end: Answer | Refusal) -> None:
+        """Give a ticket its end, unless it had one."""
+        if ticket.ended:
+            return
+        ticket.ended = True
+        if ticket.timer is not None:
+            ticket.timer.cancel()
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
+        if ticket.future.done():
+            return
+        if isinstance(end, Refusal):
+            ticket.future.set_exception(end)
+        else:
+            ticket.future.set_result(end)
 
     def _expire(self, ticket: Ticket, timeout_s: float) -> None:
         self.abandon(ticket, Refusal(504, f"the deadline of {timeout_s:g} s has passed", "timeout"))
 
     def abandon(self, ticket: Ticket, refusal: Refusal) -> None:
         """End a request that nobody waits for any more; a call that has no other is cancelled."""
-        if not ticket.future.done():
-            ticket.future.set_exception(refusal)
+        if not ticket.ended:
+            self.finish(ticket, refusal)
             if ticket.call is not None:
                 ticket.call.leave()
 
@@ -306,7 +309,7 @@ class Dispatcher:
             self._send(lane, process, batch, now)
 
     def _send(self, lane: _Lane, process: DeviceProcess, batch: Batch[Ticket], now: float) -> None:
-        tickets = [ticket for ticket in batch.items if not ticket.future.done()]
+        tickets = [ticket for ticket in batch.items if not ticket.ended]
         if not tickets:
             return
         call = _BatchCall(self, lane, process, tickets, now)
@@ -342,8 +345,7 @@ class Dispatcher:
 
     def _refuse_waiting(self, lane: _Lane, refusal: Refusal) -> None:
         for ticket in lane.batcher.clear():
-            if not ticket.future.done():
-                ticket.future.set_exception(refusal)
+            self.finish(ticket, refusal)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing more and wait for what was taken; False if so many seconds were not enough."""

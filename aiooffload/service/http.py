@@ -356,8 +356,6 @@ class Infer:
             raise
         finally:
             timer.cancel()
-            if ticket.timer is not None:
-                ticket.timer.cancel()
             if watch is not None:
                 watch.cancel()
 

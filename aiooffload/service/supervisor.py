@@ -433,9 +433,8 @@ class Supervisor:
         for slot in self.slots:
             process = slot.ready
             if process is None:
-                reasons.append(
-                    f"{slot.device}: the device process {'is being replaced' if slot.generation > 1 else 'starts'}"
-                )
+                first = slot.generation == 1 and slot.process is not None and not slot.process.up_at
+                reasons.append(f"{slot.device}: the device process {'starts' if first else 'is being replaced'}")
                 continue
             if not (stuck := process.why_stuck()):
                 return ""

@@ -24,6 +24,7 @@ from aiooffload.service.supervisor import Settings, StartFailed, Supervisor
 
 __all__ = ["Worker", "serve"]
 
+VERSION: Final = version("aiooffload")
 _LAG_S: Final = 0.25
 _BACKLOG: Final = 2048
 _CLOSE_S: Final = 5.0
@@ -68,7 +69,7 @@ class Worker:
         )
         self.supervisor = Supervisor(settings, config.devices, self._on_change)
         self.dispatcher = Dispatcher(self.supervisor, config.max_queue, config.concurrency)
-        self.metrics = Metrics(self.supervisor, self.dispatcher, version("aiooffload"))
+        self.metrics = Metrics(self.supervisor, self.dispatcher, VERSION)
         self.port = 0
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -93,7 +94,7 @@ class Worker:
             supervisor=self.supervisor,
             dispatcher=self.dispatcher,
             metrics=self.metrics,
-            version=version("aiooffload"),
+            version=VERSION,
             token=config.token,
             max_body_nbytes=config.max_body_mib << 20,
             max_json_nbytes=config.max_json_mib << 20,

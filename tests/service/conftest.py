@@ -11,7 +11,13 @@ from tests.service.support import Served, served
 
 @pytest.fixture(scope="session")
 def worker() -> Iterator[Served]:
-    """A worker process with the sample program; no test may break it."""
-    with served("--log-level", "warning") as process:
-        process.line  # noqa: B018
+    """A worker process with the sample program; no test may break it, nor look at its log."""
+    with served() as process:
+        process.line("serving")
         yield process
+
+
+@pytest.fixture
+def port(worker: Served) -> int:
+    """Where the shared worker listens."""
+    return worker.port

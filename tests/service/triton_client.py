@@ -15,7 +15,11 @@ from tritonclient.utils import InferenceServerException
 
 ARRAYS: dict[str, np.ndarray[Any, Any]] = {
     "BOOL": np.array([[True, False]]),
-    **{f"{sign}INT{8 * size}": np.array([[0, 1, 100]], f"{'u' if sign else ''}int{8 * size}") for sign in ("", "U") for size in (1, 2, 4, 8)},
+    **{
+        f"{sign}INT{8 * size}": np.array([[0, 1, 100]], f"{'u' if sign else ''}int{8 * size}")
+        for sign in ("", "U")
+        for size in (1, 2, 4, 8)
+    },
     "FP16": np.array([[0.5, -2]], np.float16),
     "FP32": np.array([[0.5, -2], [1e-30, 3]], np.float32),
     "FP64": np.array([[0.1]]),
