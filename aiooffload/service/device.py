@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -189,6 +190,7 @@ class DeviceProcess:
                 "endpoints": [endpoint.declaration.as_message() for endpoint in self._app.endpoints.values()],
             }
         )
+        gc.freeze()  # what is there now stays: no need to look at it again with every few calls
         self._beat()
         self._link.receive(self._on_message)
         try:

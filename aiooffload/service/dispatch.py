@@ -55,6 +55,8 @@ class Answer:
     queue_s: float
     handler_s: float
     device_s: float
+    first: bool = True
+    """It is the call's first answer: what is counted once for each call is counted here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +121,7 @@ class _BatchCall:
         label = self.process.device["label"]
         for ticket, tensors in zip(tickets, each, strict=True):
             times = self.sent_at - ticket.entered_at, message["handler_s"], message["device_s"]
-            self.dispatcher.finish(ticket, Answer(tensors, label, len(tickets), *times))
+            self.dispatcher.finish(ticket, Answer(tensors, label, len(tickets), *times, ticket is tickets[0]))
 
     def on_lost(self, reason: str) -> None:
         self.lane.release(self.process)
@@ -275,6 +277,7 @@ class Dispatcher:
         if ticket.ended:
             return
         ticket.ended = True
+        ticket.call = None  # which has the ticket: nothing is left to the cyclic collector
         if ticket.timer is not None:
             ticket.timer.cancel()
         self.in_flight -= 1
@@ -292,10 +295,11 @@ class Dispatcher:
 
     def abandon(self, ticket: Ticket, refusal: Refusal) -> None:
         """End a request that nobody waits for any more; a call that has no other is cancelled."""
+        call = ticket.call
         if not ticket.ended:
             self.finish(ticket, refusal)
-            if ticket.call is not None:
-                ticket.call.leave()
+            if call is not None:
+                call.leave()
 
     def pump(self, lane: _Lane) -> None:
         """Send what may start now and has a place."""

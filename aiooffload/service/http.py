@@ -7,7 +7,7 @@ import hmac
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import orjson
 import structlog
@@ -39,6 +39,10 @@ _TRACE_NBYTES: Final = 128
 _JSON: Final = (b"content-type", b"application/json")
 _OPEN: Final = frozenset(("/v2/health/live", "/v2/health/ready"))
 """Paths that need no token: whoever probes a container has none."""
+
+
+Headers: TypeAlias = Mapping[bytes, bytes]
+"""By name, in lower case; of several of one name the last."""
 
 
 class ClientGone(Exception):
@@ -177,7 +181,7 @@ class Views:
 
     async def repository(self, request: Request) -> Response:
         """List the endpoints."""
-        body = await _read_body(request.scope, request.receive, 1 << 16)
+        body = await _read_body(dict(request.scope["headers"]), request.receive, 1 << 16)
         try:
             options = orjson.loads(body or b"{}")
         except orjson.JSONDecodeError as error:
@@ -198,7 +202,7 @@ def _model_of(request: Request) -> dict[str, str]:
     return {"name": parameters["model"], "version": parameters.get("version", "")}
 
 
-async def _read_body(scope: Scope, receive: Receive, most: int) -> bytes:
+async def _read_body(headers: Headers, receive: Receive, most: int) -> bytes:
     """Return the body of a request.
 
     Raises
@@ -208,7 +212,7 @@ async def _read_body(scope: Scope, receive: Receive, most: int) -> bytes:
     ClientGone
         It ended too early.
     """
-    length = _header(scope, b"content-length")
+    length = _header(headers, b"content-length")
     if length.isdigit() and int(length[:20]) > most:
         raise ProtocolError(f"the body has more than {most} bytes", 413)
     message = await receive()
@@ -231,12 +235,9 @@ async def _read_body(scope: Scope, receive: Receive, most: int) -> bytes:
         message = await receive()
 
 
-def _header(scope: Scope, name: bytes) -> str:
-    for key, value in scope["headers"]:
-        if key == name:
-            text: str = value.decode("latin-1")
-            return text
-    return ""
+def _header(headers: Headers, name: bytes) -> str:
+    value = headers.get(name)
+    return "" if value is None else value.decode("latin-1")
 
 
 async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
@@ -268,10 +269,11 @@ class Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = _Record(time.perf_counter())
-        record.traceparent = _header(scope, b"traceparent")[:_TRACE_NBYTES]
+        asked: Headers = dict(scope["headers"])
+        record.traceparent = _header(asked, b"traceparent")[:_TRACE_NBYTES]
         headers: list[tuple[bytes, bytes]]
         try:
-            headers, body = await self._answer(scope, receive, record)
+            headers, body = await self._answer(scope["path_params"], asked, receive, record)
             record.status = 200
         except ProtocolError as error:
             headers, body = self._refused(record, error.status, str(error), "invalid")
@@ -294,16 +296,17 @@ class Infer:
         record.status, record.outcome, record.error = status, outcome, text
         return [_JSON], protocol.error_body(text)
 
-    async def _answer(self, scope: Scope, receive: Receive, record: _Record) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    async def _answer(
+        self, path: Mapping[str, str], asked: Headers, receive: Receive, record: _Record
+    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
         """Return headers and body of a response that is a success."""
         site = self._site
-        parameters = scope["path_params"]
-        declaration = site.declaration(parameters["model"], parameters.get("version", ""))
+        declaration = site.declaration(path["model"], path.get("version", ""))
         record.endpoint = declaration.name
         site.dispatcher.check_open()
-        request = await self._read(declaration, scope, receive)
+        request = await self._read(declaration, asked, receive)
         record.id = request.id
-        ticket = site.dispatcher.submit(declaration, request, self._timeout_s(scope, request))
+        ticket = site.dispatcher.submit(declaration, request, self._timeout_s(asked, request))
         record.answer = answer = await self._wait(ticket, receive)
         body, json_nbytes = protocol.encode_response(declaration, request, answer.outputs)
         headers = [_JSON]
@@ -312,26 +315,26 @@ class Infer:
                 (b"content-type", b"application/octet-stream"),
                 (protocol.HEADER_LENGTH.encode(), b"%d" % json_nbytes),
             ]
-        if len(body) >= COMPRESS_FROM_NBYTES and (accepted := _header(scope, b"accept-encoding")):
+        if len(body) >= COMPRESS_FROM_NBYTES and (accepted := _header(asked, b"accept-encoding")):
             body, encoding = await _maybe_in_thread(len(body), protocol.compress, body, accepted)
             if encoding:
                 headers.append((b"content-encoding", encoding.encode()))
         return headers, body
 
-    async def _read(self, declaration: Declaration, scope: Scope, receive: Receive) -> InferRequest:
+    async def _read(self, declaration: Declaration, asked: Headers, receive: Receive) -> InferRequest:
         site = self._site
-        body = await _read_body(scope, receive, site.max_body_nbytes)
-        if encoding := _header(scope, b"content-encoding"):
+        body = await _read_body(asked, receive, site.max_body_nbytes)
+        if encoding := _header(asked, b"content-encoding"):
             body = await _maybe_in_thread(len(body), protocol.decompress, body, encoding, site.max_body_nbytes)
-        json_nbytes = _natural(scope, protocol.HEADER_LENGTH.encode(), len(body))
+        json_nbytes = _natural(asked, protocol.HEADER_LENGTH.encode(), len(body))
         if (len(body) if json_nbytes is None else json_nbytes) > site.max_json_nbytes:
             raise ProtocolError(f"more than {site.max_json_nbytes} bytes of JSON: send tensors in binary form", 413)
         return protocol.parse_request(declaration, body, json_nbytes)
 
-    def _timeout_s(self, scope: Scope, request: InferRequest) -> float | None:
+    def _timeout_s(self, asked: Headers, request: InferRequest) -> float | None:
         """Return the shortest of what the header, the request and the configuration ask for."""
         limits = [self._site.request_timeout_s or None, request.timeout_s]
-        if (milliseconds := _natural(scope, DEADLINE, MOST_DEADLINE_MS)) is not None:
+        if (milliseconds := _natural(asked, DEADLINE, MOST_DEADLINE_MS)) is not None:
             limits.append(milliseconds / 1000)
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -390,9 +393,9 @@ class Infer:
         )
 
 
-def _natural(scope: Scope, name: bytes, most: int) -> int | None:
+def _natural(headers: Headers, name: bytes, most: int) -> int | None:
     """Return the number that a header has; None without the header."""
-    if not (text := _header(scope, name)):
+    if not (text := _header(headers, name)):
         return None
     if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) > most:
         raise ProtocolError(f"{name.decode()} is a number from 0 to {most}, not {text[:32]!r}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 import sys
 import threading
+from collections import deque
+from contextlib import suppress
 from typing import Any, Final, TextIO
 
 import orjson
@@ -20,45 +21,56 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 class LineWriter:
     """Writes lines on a thread of its own: whoever reads them may be slow.
 
-    Lines beyond ``MOST_WAITING`` are dropped, and their number is written when there is room again.
+    The thread is woken once for all lines of ``GATHER_S`` seconds, since waking it costs more than a line. Lines
+    beyond ``MOST_WAITING`` are dropped, and how many is written when there is room again.
     """
 
     MOST_WAITING: Final = 100_000
+    GATHER_S: Final = 0.02
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lines: deque[str] = deque()
         self._dropped = 0
-        self._thread = threading.Thread(target=self._write, name="aiooffload-log", daemon=True)
+        self._woken = False
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aiooffload-log", daemon=True)
         self._thread.start()
 
     def write_line(self, line: str) -> None:
         """Take a line without its end; any thread."""
-        if self._lines.qsize() < self.MOST_WAITING:
-            self._lines.put(line)
-        else:
+        if len(self._lines) >= self.MOST_WAITING:
             self._dropped += 1
+            return
+        self._lines.append(line)
+        if not self._woken:
+            self._woken = True
+            self._wake.set()
+
+    def _run(self) -> None:
+        with suppress(OSError, ValueError):  # nobody reads any more
+            while not self._closed.is_set():
+                self._wake.wait()
+                self._wake.clear()
+                self._closed.wait(self.GATHER_S)
+                self._woken = False  # before the lines are taken: whoever comes later wakes again
+                self._write()
+            self._write()
 
     def _write(self) -> None:
-        going = True
-        while going:
-            batch = [self._lines.get()]
-            while self._lines.qsize():
-                batch.append(self._lines.get())
-            going = None not in batch
-            dropped, self._dropped = self._dropped, 0
-            text = "".join(f"{line}\n" for line in batch if line is not None)
-            if dropped:
-                text += f"{dropped} lines of the log were dropped: they are read too slowly\n"
-            try:
-                self._file.write(text)
-                self._file.flush()
-            except (OSError, ValueError):
-                return  # nobody reads any more
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        if self._dropped:
+            lines.append(f"{self._dropped} lines of the log were dropped: they are read too slowly")
+            self._dropped = 0
+        if lines:
+            self._file.write("\n".join(lines) + "\n")
+            self._file.flush()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what was taken, for so many seconds at most; idempotent."""
-        self._lines.put(None)
+        self._closed.set()
+        self._wake.set()
         self._thread.join(timeout_s)
 
 
@@ -82,18 +94,18 @@ def configure_logs(format: str, level: str, file: TextIO | None = None) -> LineW
     KeyError
         There is no such format.
     """
-    writer = LineWriter(file or sys.stderr)
-    shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    ends = {
-        "json": lambda: [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)],
-        "console": lambda: [structlog.dev.ConsoleRenderer(colors=writer._file.isatty())],
-    }
+    file = file or sys.stderr
+    ends: list[Any] = {
+        "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)],
+        "console": [structlog.dev.ConsoleRenderer(colors=file.isatty())],
+    }[format]
+    writer = LineWriter(file)
     structlog.configure(
-        processors=[*shared, *ends[format]()],
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *ends,
+        ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=lambda *_: _Logger(writer),
         cache_logger_on_first_use=True,

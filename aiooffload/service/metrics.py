@@ -63,25 +63,31 @@ class Metrics:
             "aiooffload_loop_lag_seconds", "How late the loop of the front was last.", registry=self.registry
         )
         self.registry.register(_Devices(supervisor))
-        self._children: dict[tuple[str, str], Any] = {}
+        self._outcomes: dict[tuple[str, str], Any] = {}
+        self._histograms: dict[
+            str, tuple[Any, ...]
+        ] = {}  # an endpoint's, since finding them costs more than using them
 
     def answered(self, endpoint: str, answer: Answer, seconds: float) -> None:
         """A request has its result."""
         self.ended(endpoint, "ok")
-        for metric, value in (
-            (self._duration, seconds),
-            (self._queue, answer.queue_s),
-            (self._handler, answer.handler_s),
-            (self._device, answer.device_s),
-            (self._batch, answer.batch),
-        ):
-            metric.labels(endpoint).observe(value)
+        found = self._histograms.get(endpoint)
+        if found is None:
+            every = (self._duration, self._queue, self._handler, self._device, self._batch)
+            found = self._histograms[endpoint] = tuple(one.labels(endpoint) for one in every)
+        duration, queue, handler, device, batch = found
+        duration.observe(seconds)
+        queue.observe(answer.queue_s)
+        if answer.first:
+            handler.observe(answer.handler_s)
+            device.observe(answer.device_s)
+            batch.observe(answer.batch)
 
     def ended(self, endpoint: str, outcome: str) -> None:
         """A request has ended; ``endpoint`` is one that exists, or ""."""
-        child = self._children.get((endpoint, outcome))
+        child = self._outcomes.get((endpoint, outcome))
         if child is None:
-            child = self._children[endpoint, outcome] = self._requests.labels(endpoint, outcome)
+            child = self._outcomes[endpoint, outcome] = self._requests.labels(endpoint, outcome)
         child.inc()
 
     def text(self) -> bytes:

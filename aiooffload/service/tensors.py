@@ -52,6 +52,8 @@ class Datatype:
     """Of one element; 0 if that differs from element to element."""
     json: frozenset[type]
     """What an element may be in JSON."""
+    most: float = math.inf
+    """The largest magnitude of a floating-point type that JSON's numbers may exceed."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -75,8 +77,10 @@ DATATYPES: Final = {
         Datatype("BOOL", "bool", 1, frozenset((bool,))),
         *(Datatype(f"UINT{8 * n}", f"uint{8 * n}", n, _INTEGER) for n in (1, 2, 4, 8)),
         *(Datatype(f"INT{8 * n}", f"int{8 * n}", n, _INTEGER) for n in (1, 2, 4, 8)),
-        *(Datatype(f"FP{8 * n}", f"float{8 * n}", n, _NUMBER) for n in (2, 4, 8)),
-        Datatype("BF16", "bfloat16", 2, _NUMBER),
+        Datatype("FP16", "float16", 2, _NUMBER, 65504.0),
+        Datatype("FP32", "float32", 4, _NUMBER, float(np.finfo(np.float32).max)),
+        Datatype("FP64", "float64", 8, _NUMBER),
+        Datatype("BF16", "bfloat16", 2, _NUMBER, 255.0 * 2.0**120),
         Datatype("BYTES", "object", 0, frozenset((str,))),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -176,6 +177,7 @@ async def serve(config: Config, app: str) -> int:
             await worker.stop(0.0)
             return 1
         if not stopping.is_set():
+            gc.freeze()  # what is there now stays: no need to look at it again with every few requests
             devices = [process.device["label"] for process in worker.supervisor.ready]
             log.info("serving", url=f"http://{config.host}:{worker.port}", app=app, devices=devices)
         await stopped

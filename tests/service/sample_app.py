@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ states: list[State] = []
 
 @app.on_start
 async def prepare(off: ao.Offload) -> None:
-    states.append(State())
+    states.append(state := State())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, state.gate.set)  # for when no request is taken
     await off.load(scale, wait_for_host)
 
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,11 @@ class Served:
     def port(self) -> int:
         return int(self.line("serving")["url"].rpartition(":")[2])
 
+    @property
+    def device_pid(self) -> int:
+        """The first device process."""
+        return int(self.line("device process is ready")["pid"])
+
     def wait(self, timeout_s: float = 20.0) -> int:
         """Wait for the end of the process; returns its exit status."""
         status = self.process.wait(timeout_s)
@@ -110,6 +115,13 @@ async def running(app: str = SAMPLE, **settings: Any) -> AsyncIterator[Worker]:
         yield worker
     finally:
         await worker.stop(0.0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds that is seen nowhere but in the worker's own state."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  (nobody sets an event for it)
+            await asyncio.sleep(0)
 
 
 async def ask(port: int, head: str, body: bytes = b"", *, headers: dict[str, Any] | None = None) -> Response:

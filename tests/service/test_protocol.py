@@ -119,7 +119,9 @@ def test_response_round_trip(
     for entry in head["outputs"]:
         assert (entry["datatype"], entry["shape"]) == (name, shape)
         if "data" in entry:
-            assert entry["data"] == as_json(array, False)
+            # A float in JSON has the digits that its own type needs, which are fewer than a double's.
+            back = entry["data"] if name == "BYTES" else np.array(entry["data"], kind.dtype).tolist()
+            assert back == as_json(array, False)
         else:
             nbytes = entry["parameters"]["binary_data_size"]
             assert rest[:nbytes] == data
