@@ -17,6 +17,7 @@ alone, and the front answers what was in flight there with 503 and starts anothe
 ``supervisor``  starts, watches and replaces device processes
 ``device``      the device process
 ``http``        the routes, on Starlette
+``infer``       the one that matters: inference, as a response or as a stream
 ``connections`` what one client may take of the server, on uvicorn
 ``metrics``     what ``/metrics`` tells
 ``logs``        structlog's set-up, and lines that never block the loop

@@ -235,6 +235,18 @@ class App:
         self.stop_hooks.append(hook)
         return hook
 
+    async def start(self, off: Offload) -> None:
+        """Register the host functions and run the start hooks, for whoever serves the program."""
+        for function, options in self.host_functions:
+            off.host_function(**options)(function)
+        for hook in self.start_hooks:
+            await hook(off)
+
+    async def stop(self, off: Offload) -> None:
+        """Run the stop hooks, the last declared first."""
+        for hook in reversed(self.stop_hooks):
+            await hook(off)
+
     def __repr__(self) -> str:
         return f"<aiooffload.App {self.name}: {', '.join(self.endpoints) or 'no endpoints'}>"
 

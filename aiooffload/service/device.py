@@ -177,10 +177,7 @@ class DeviceProcess:
 
     async def run(self) -> int:
         """Return the exit status."""
-        for function, options in self._app.host_functions:
-            self._off.host_function(**options)(function)
-        for hook in self._app.start_hooks:
-            await hook(self._off)
+        await self._app.start(self._off)
         properties = self._off.properties
         self._link.send(
             {
@@ -206,8 +203,7 @@ class DeviceProcess:
         if self._lost.is_set():
             self._link.send({"kind": "lost", "text": str(self._off.loss)})
             return EXIT_LOST
-        for hook in reversed(self._app.stop_hooks):
-            await hook(self._off)
+        await self._app.stop(self._off)
         return 0
 
     async def _finish_calls(self) -> None:
@@ -338,7 +334,8 @@ async def serve(connection: socket.socket) -> int:
     configure_logs(configuration["log_format"], configuration["log_level"])
     try:
         app = load_app(configuration["app"])
-        async with ServedOffload(configuration["device"], **configuration["offload"]) as off:
+        off = ServedOffload(configuration["device"], **configuration["offload"])
+        async with off:
             status = await DeviceProcess(link, app, off).run()
             if status == EXIT_LOST:
                 await link.close()

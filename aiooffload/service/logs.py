@@ -95,10 +95,11 @@ def configure_logs(format: str, level: str, file: TextIO | None = None) -> LineW
         There is no such format.
     """
     file = file or sys.stderr
-    ends: list[Any] = {
+    forms: dict[str, list[Any]] = {
         "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)],
         "console": [structlog.dev.ConsoleRenderer(colors=file.isatty())],
-    }[format]
+    }
+    ends = forms[format]
     writer = LineWriter(file)
     structlog.configure(
         processors=[

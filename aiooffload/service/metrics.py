@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
@@ -15,7 +15,7 @@ from aiooffload.service.supervisor import Slot, Supervisor
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-disable_created_metrics()  # a series beside each, of which nobody asks
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each, of which nobody asks
 
 _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUESTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -40,14 +40,15 @@ class Metrics:
             *("aiooffload_requests", "Requests for inference, by how they ended.", ("endpoint", "outcome")),
             registry=self.registry,
         )
-        histogram = lambda name, text, buckets: Histogram(  # noqa: E731  (three of one form)
-            f"aiooffload_{name}", text, ("endpoint",), buckets=buckets, registry=self.registry
-        )
+
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f"aiooffload_{name}", text, ("endpoint",), buckets=buckets, registry=self.registry)
+
         self._duration = histogram(
-            "request_duration_seconds", "From a request's head to its response, of those that succeeded.", _SECONDS
+            "request_duration_seconds", "From a request's head to its response, of those that succeeded."
         )
-        self._queue = histogram("queue_duration_seconds", "From a request's body to its call.", _SECONDS)
-        self._handler = histogram("handler_duration_seconds", "Of a call, in the handler.", _SECONDS)
+        self._queue = histogram("queue_duration_seconds", "From a request's body to its call.")
+        self._handler = histogram("handler_duration_seconds", "Of a call, in the handler.")
         self._device = histogram(
             "device_duration_seconds",
             "Of a call, from its first operation's submission to the last one's end.",

@@ -69,7 +69,7 @@ class Tensor(NamedTuple):
 class Wanted(NamedTuple):
     """An output that the response is to have: its place in the declaration, and in which form."""
 
-    index: int
+    place: int
     binary: bool
 
 

@@ -294,7 +294,7 @@ class Slot:
         self._settings = settings
         self._on_change = on_change
         self._short_lives = 0  # in a row
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def ready(self) -> DeviceProcess | None:
@@ -303,14 +303,13 @@ class Slot:
 
     async def keep(self) -> None:
         """Start a process, and another whenever one ends, until stopped."""
-        while not self._stopping:
+        while not self._stopping.is_set():
             await self._live_once()
-            if self._stopping:
-                return
             delay = backoff_s(self._short_lives)
-            if delay:
+            if delay and not self._stopping.is_set():
                 log.warning("waiting before the next start", device=self.device, seconds=delay)
-                await asyncio.sleep(delay)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), delay)
 
     async def _live_once(self) -> None:
         """One life: start it, wait for its end, draw the conclusions."""
@@ -338,7 +337,7 @@ class Slot:
             await process.gone.wait()
         finally:
             await process.kill()
-        if not self._stopping:
+        if not self._stopping.is_set():
             self._short_lives = 1 if loop.time() - process.up_at >= STEADY_S else self._short_lives + 1
             self._note_fault(process, process.fault)
 
@@ -357,7 +356,7 @@ class Slot:
 
     async def stop(self, timeout_s: float) -> None:
         """Let the process finish and start no other."""
-        self._stopping = True
+        self._stopping.set()
         if self.process is not None:
             await self.process.stop(timeout_s)
 

@@ -19,7 +19,8 @@ from aiooffload.log import log
 from aiooffload.service.config import Config
 from aiooffload.service.connections import Limits, limited
 from aiooffload.service.dispatch import Dispatcher
-from aiooffload.service.http import Site, make_app
+from aiooffload.service.http import make_app
+from aiooffload.service.infer import Site
 from aiooffload.service.metrics import Metrics
 from aiooffload.service.supervisor import Settings, StartFailed, Supervisor
 
@@ -27,6 +28,8 @@ __all__ = ["Worker", "serve"]
 
 VERSION: Final = version("aiooffload")
 _LAG_S: Final = 0.25
+LINGER_S: Final = 0.25
+"""A request may have been sent on a connection just before this end closes it: its client is to have an answer."""
 _BACKLOG: Final = 2048
 _CLOSE_S: Final = 5.0
 """For device processes to close after the last request, and for connections: in addition to the grace time."""
@@ -39,6 +42,16 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone."""
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, give requests that are on their way a moment to be refused, then close."""
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + LINGER_S
+        while self.server_state.connections and loop.time() < end:  # noqa: ASYNC110  (uvicorn sets no event)
+            await asyncio.sleep(0.01)
+        await super().shutdown(sockets)
 
 
 class Worker:

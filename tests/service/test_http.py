@@ -22,7 +22,8 @@ from tritonclient.utils import InferenceServerException
 
 from aiooffload.service.app import Declaration
 from aiooffload.service.dispatch import Answer, Refusal
-from aiooffload.service.http import Site, make_app
+from aiooffload.service.http import make_app
+from aiooffload.service.infer import Site
 from aiooffload.service.protocol import Tensor
 from aiooffload.service.tensors import DATATYPES, Spec
 from tests.service import triton_client
