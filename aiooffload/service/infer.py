@@ -11,12 +11,12 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qs
 
 import orjson
-import structlog
 from starlette.types import Receive, Scope, Send
 
 from aiooffload.service import protocol
 from aiooffload.service.app import Declaration
 from aiooffload.service.dispatch import Answer, Dispatcher, Refusal, Ticket
+from aiooffload.service.logs import log_request
 from aiooffload.service.metrics import Metrics
 from aiooffload.service.protocol import InferRequest, ProtocolError
 from aiooffload.service.supervisor import Supervisor
@@ -168,7 +168,6 @@ class Infer:
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._log = structlog.get_logger("aiooffload")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = _Record(time.perf_counter())
@@ -309,32 +308,28 @@ class Infer:
     def _note(self, record: _Record) -> None:
         """Write the request's line, and count it."""
         seconds = time.perf_counter() - record.began
+        line: dict[str, Any] = {
+            "id": record.id,
+            "endpoint": record.endpoint,
+            "status": record.status,
+            "outcome": record.outcome,
+            "duration_ms": round(seconds * 1e3, 3),
+        }
         answer = record.answer
-        details: dict[str, Any] = {}
         if answer is not None:
-            if record.status == 200:
-                self._site.metrics.answered(record.endpoint, answer, seconds)
-            details = {
-                "device": answer.device,
-                "batch": answer.batch,
-                "queue_ms": round(answer.queue_s * 1e3, 3),
-                "handler_ms": round(answer.handler_s * 1e3, 3),
-                "device_ms": round(answer.device_s * 1e3, 3),
-            }
-        if record.status != 200:
+            line["device"] = answer.device
+            line["batch"] = answer.batch
+            line["queue_ms"] = round(answer.queue_s * 1e3, 3)
+            line["handler_ms"] = round(answer.handler_s * 1e3, 3)
+            line["device_ms"] = round(answer.device_s * 1e3, 3)
+        if record.status == 200 and answer is not None:
+            self._site.metrics.answered(record.endpoint, answer, seconds)
+        else:
             self._site.metrics.ended(record.endpoint, record.outcome)
-            details["error"] = record.error
+            line["error"] = record.error
         if record.traceparent:
-            details["traceparent"] = record.traceparent
-        self._log.info(
-            "request",
-            id=record.id,
-            endpoint=record.endpoint,
-            status=record.status,
-            outcome=record.outcome,
-            duration_ms=round(seconds * 1e3, 3),
-            **details,
-        )
+            line["traceparent"] = record.traceparent
+        log_request(line)
 
 
 def natural(headers: Headers, name: bytes, most: int) -> int | None:
@@ -354,6 +349,8 @@ async def _maybe_in_thread(nbytes: int, function: Callable[..., Any], *arguments
 
 def _is_streamed(query: bytes) -> bool:
     """Whether the query asks for a stream of events; what else it has is left alone."""
+    if not query:
+        return False
     values = parse_qs(query.decode("latin-1")).get("stream", ["0"])
     if values not in (["0"], ["1"]):
         raise ProtocolError("stream is 0 or 1")

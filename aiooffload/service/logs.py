@@ -7,12 +7,13 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
 import orjson
 import structlog
 
-__all__ = ["FORMATS", "LEVELS", "LineWriter", "configure_logs"]
+__all__ = ["FORMATS", "LEVELS", "LineWriter", "configure_logs", "log_request"]
 
 FORMATS: Final = ("json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -94,6 +95,7 @@ def configure_logs(format: str, level: str, file: TextIO | None = None) -> LineW
     KeyError
         There is no such format.
     """
+    global _requests
     file = file or sys.stderr
     forms: dict[str, list[Any]] = {
         "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)],
@@ -101,17 +103,40 @@ def configure_logs(format: str, level: str, file: TextIO | None = None) -> LineW
     }
     ends = forms[format]
     writer = LineWriter(file)
+    least = getattr(logging, level.upper())
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *ends,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(least),
         logger_factory=lambda *_: _Logger(writer),
         cache_logger_on_first_use=True,
     )
+    _requests = (writer if format == "json" else None, least <= logging.INFO)
     return writer
+
+
+# Where the lines of requests go past structlog, None if nowhere; and whether they are written at all.
+_requests: tuple[LineWriter | None, bool] = (None, True)
+
+
+def log_request(fields: dict[str, Any]) -> None:
+    """Write the line of one request, at level ``info``.
+
+    As JSON it is made here, the same as structlog would make it: its chain of processors costs as much as all the
+    rest of a request.
+    """
+    writer, wanted = _requests
+    if not wanted:
+        return
+    if writer is None:
+        structlog.get_logger("aiooffload").info("request", **fields)
+        return
+    fields["event"], fields["level"] = "request", "info"
+    fields["timestamp"] = datetime.now(UTC)
+    writer.write_line(orjson.dumps(fields, option=orjson.OPT_UTC_Z).decode())
 
 
 def _to_json(event: Any, **_: Any) -> str:

@@ -51,6 +51,9 @@ _NATIVE: Final = orjson.OPT_SERIALIZE_NUMPY
 _WBITS: Final = {"gzip": 31, "deflate": 15}
 
 
+_NO_PARAMETERS: Final[dict[str, Any]] = {}
+
+
 class ProtocolError(Exception):
     """A request that cannot be served as it is; ``status`` is that of HTTP."""
 
@@ -125,7 +128,9 @@ def parse_request(declaration: Declaration, body: bytes, json_nbytes: int | None
 
 
 def _parameters(holder: Mapping[str, Any], what: str) -> dict[str, Any]:
-    parameters = holder.get("parameters", {})
+    parameters = holder.get("parameters")
+    if parameters is None:
+        return _NO_PARAMETERS
     if type(parameters) is not dict:
         raise ProtocolError(f"the parameters of {what} are not a JSON object")
     return parameters
@@ -199,8 +204,11 @@ def _parse_shape(spec: Spec, entry: Mapping[str, Any]) -> tuple[int, ...]:
     if (datatype := entry.get("datatype")) != spec.datatype.name:
         raise ProtocolError(f"input {spec.name!r} is {spec.datatype.name}, not {str(datatype)[:MAX_NAME]!r}")
     shape = entry.get("shape")
-    if type(shape) is not list or len(shape) > MAX_RANK or any(type(n) is not int or n < 0 for n in shape):
+    if type(shape) is not list or len(shape) > MAX_RANK:
         raise ProtocolError(f"the shape of input {spec.name!r} is a list of up to {MAX_RANK} integers from 0")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ProtocolError(f"the shape of input {spec.name!r} is a list of up to {MAX_RANK} integers from 0")
     if not spec.admits(shape):
         raise ProtocolError(f"input {spec.name!r} has shape {shape}, and is {list(spec.shape)}")
     return tuple(shape)

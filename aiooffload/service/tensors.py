@@ -115,9 +115,12 @@ class Spec:
 
     def admits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor may have that shape."""
-        return len(shape) == len(self.shape) and all(
-            declared in (-1, given) for declared, given in zip(self.shape, shape, strict=True)
-        )
+        if len(shape) != len(self.shape):
+            return False
+        for declared, given in zip(self.shape, shape, strict=True):
+            if declared not in (-1, given):
+                return False
+        return True
 
     def as_metadata(self) -> dict[str, Any]:
         """Return it as the protocol's metadata has it."""
