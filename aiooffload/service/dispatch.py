@@ -303,6 +303,8 @@ class Dispatcher:
 
     def pump(self, lane: _Lane) -> None:
         """Send what may start now and has a place."""
+        if lane.batcher.next_due() is None:
+            return
         now = time.monotonic()
         processes = self._supervisor.ready
         while (process := lane.choose(processes)) is not None:

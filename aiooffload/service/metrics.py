@@ -11,7 +11,6 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, Gauge, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.utils import floatToGoString
 
 from aiooffload.service.dispatch import Answer, Dispatcher
 from aiooffload.service.supervisor import Slot, Supervisor
@@ -120,7 +119,7 @@ class _Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return the cumulated counts, as the library takes them."""
-        names = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True))
 
 

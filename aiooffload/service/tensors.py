@@ -117,10 +117,7 @@ class Spec:
         """Whether a tensor may have that shape."""
         if len(shape) != len(self.shape):
             return False
-        for declared, given in zip(self.shape, shape, strict=True):
-            if declared not in (-1, given):
-                return False
-        return True
+        return all(declared in (-1, given) for declared, given in zip(self.shape, shape, strict=True))
 
     def as_metadata(self) -> dict[str, Any]:
         """Return it as the protocol's metadata has it."""

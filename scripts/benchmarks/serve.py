@@ -149,7 +149,7 @@ class Server:
         """Return the CPU seconds that it and its children have used."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return sum(_cpu_s(int(one)) for one in (pid, *children))
+        return sum(_cpu_s(int(one)) for one in [str(pid), *children])
 
 
 def _cpu_s(pid: int) -> float:

@@ -1,8 +1,8 @@
 """The programs that ``scripts/bench serve`` compares: one kernel, served in several ways.
 
 ``app`` is for ``aiooffload serve``. Run as ``python -m benchmarks.serve_app WAY PORT`` it serves the same with
-``starlette`` (a bare echo of the request's bytes) or ``fastapi`` (the host kernel in ``run_in_executor``), on uvicorn and
-uvloop.
+``starlette`` (a bare echo of the request's bytes) or ``fastapi`` (the host kernel in ``run_in_executor``), on uvicorn
+and uvloop.
 """
 
 from __future__ import annotations

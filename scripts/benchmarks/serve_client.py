@@ -1,8 +1,8 @@
 """A load for ``scripts/bench serve``: connections that send one request after another. Run as a program of its own.
 
 Usage: ``python -m benchmarks.serve_client PORT PATH CONNECTIONS SECONDS``, with the request's body on standard input.
-Prints JSON: ``requests``, ``failures`` (answers that are not 200), ``unanswered``, ``seconds``, ``p50_us``, ``p99_us``. A
-connection that the server closes, or says that it closes, is not opened again.
+Prints JSON: ``requests``, ``failures`` (answers that are not 200), ``unanswered``, ``seconds``, ``p50_us``, ``p99_us``.
+A connection that the server closes, or says that it closes, is not opened again.
 """
 
 from __future__ import annotations
