@@ -418,3 +418,19 @@ def test_scheduling_is_measured() -> None:
     assert set(figures["ratios"]) == {"waiting", "held"}
     assert figures["met"] is (max(figures["ratios"].values()) <= figures["bar"] == 2)
     assert "bar: 2x: " in done.stderr
+
+
+# -- serve ---------------------------------------------------------------------------------
+
+
+def test_serving_is_measured() -> None:
+    """``serve`` has figures for every way to serve, none of which fails, for replacements and for stops."""
+    done = bench("serve", "--device", "host", "--smoke", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert set(figures["rows"]) == {"echo", "fastapi", "nothing", "single", "batched"}
+    assert all(row["requests_per_s"] > 0 and row["failures"] == 0 for row in figures["rows"].values())
+    assert set(figures["ratios"]) == set(figures["bars"])
+    assert len(figures["replaced_s"]) == 1
+    assert [(stop["status"], stop["unanswered"]) for stop in figures["stops"]] == [(0, 0)]
+    assert "SIGTERM under load" in done.stderr
