@@ -20,7 +20,7 @@ from aiooffload.service import config as settings
 from aiooffload.service import doctor as examination
 from aiooffload.service.app import App, Endpoint, RequestError
 from aiooffload.service.device import ServedOffload, load_app
-from aiooffload.service.logs import configure_logs
+from aiooffload.service.logs import bridge_logging, configure_logs
 from aiooffload.service.protocol import ProtocolError, Tensor, encode_response, parse_request
 from aiooffload.service.tensors import data_of
 
@@ -39,6 +39,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UsageError("name the program as MODULE:APP (or in AIOOFFLOAD_APP)")
     config = settings.load(vars(options), os.environ)
     writer = configure_logs(config.log_format, config.log_level)
+    bridge_logging()
     try:
         status: int = _run(serve_worker(config, app))
         return status

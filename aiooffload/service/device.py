@@ -28,7 +28,7 @@ from aiooffload.offload import Offload
 from aiooffload.operation import Operation
 from aiooffload.service import frames
 from aiooffload.service.app import App, Endpoint, RequestError
-from aiooffload.service.logs import configure_logs
+from aiooffload.service.logs import bridge_logging, configure_logs
 from aiooffload.service.tensors import Data
 
 __all__ = ["BEAT_S", "EXIT_FAILED", "EXIT_LOST", "load_app", "main"]
@@ -332,6 +332,7 @@ async def serve(connection: socket.socket) -> int:
     if (configuration := await link.first()) is None:
         return 0
     configure_logs(configuration["log_format"], configuration["log_level"])
+    bridge_logging()
     try:
         app = load_app(configuration["app"])
         off = ServedOffload(configuration["device"], **configuration["offload"])

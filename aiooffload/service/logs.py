@@ -13,7 +13,7 @@ from typing import Any, Final, TextIO
 import orjson
 import structlog
 
-__all__ = ["FORMATS", "LEVELS", "LineWriter", "configure_logs", "log_request"]
+__all__ = ["FORMATS", "LEVELS", "LineWriter", "bridge_logging", "configure_logs", "log_request"]
 
 FORMATS: Final = ("json", "console")
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -116,6 +116,21 @@ def configure_logs(format: str, level: str, file: TextIO | None = None) -> LineW
     )
     _requests = (writer if format == "json" else None, least <= logging.INFO)
     return writer
+
+
+class _Bridge(logging.Handler):
+    """Gives structlog what other libraries say to the standard library's logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger("aiooffload")
+        log.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
+
+
+def bridge_logging(level: int = logging.WARNING) -> logging.Handler:
+    """Let what is said to the standard library's logging come out as lines of the log, from that level on."""
+    bridge = _Bridge(level)
+    logging.getLogger().addHandler(bridge)
+    return bridge
 
 
 # Where the lines of requests go past structlog, None if nowhere; and whether they are written at all.

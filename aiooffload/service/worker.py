@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -169,7 +168,6 @@ async def serve(config: Config, app: str) -> int:
 
     SIGTERM and SIGINT: 0 if everything was finished within the grace time. A second one ends the process at once.
     """
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     worker = Worker(config, app)
     try:
         await worker.start()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 
 import pytest
 import structlog
 
-from aiooffload.service.logs import LineWriter, configure_logs
+from aiooffload.service.logs import LineWriter, bridge_logging, configure_logs, log_request
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,44 @@ def test_unknown_format() -> None:
     """There are two formats."""
     with pytest.raises(KeyError):
         configure_logs("xml", "info", io.StringIO()).close()
+
+
+def test_standard_logging_comes_out_as_lines() -> None:
+    """What other libraries log is a line like any other, with the exception."""
+    file = io.StringIO()
+    writer = configure_logs("json", "info", file)
+    bridge = bridge_logging()
+    try:
+        logging.getLogger("some.library").info("left out")
+        try:
+            raise ValueError("inside")
+        except ValueError:
+            logging.getLogger("some.library").exception("failed %d times", 3)
+    finally:
+        logging.getLogger().removeHandler(bridge)
+    writer.close()
+    [line] = map(json.loads, file.getvalue().splitlines())
+    assert line.items() >= {"event": "failed 3 times", "level": "error", "logger": "some.library"}.items()
+    assert "ValueError: inside" in line["exception"]
+
+
+def test_request_lines_are_like_the_others() -> None:
+    """A request's line has the same form in both formats, and is left out where its level is."""
+    for format, level in (("json", "info"), ("console", "info"), ("json", "warning")):
+        file = io.StringIO()
+        writer = configure_logs(format, level, file)
+        log_request({"id": "seven", "duration_ms": 1.5})
+        structlog.get_logger("x").info("request", id="seven", duration_ms=1.5)
+        writer.close()
+        lines = file.getvalue().splitlines()
+        if level == "warning":
+            assert lines == []
+        elif format == "console":
+            assert [line.partition("Z")[2] for line in lines[1:]] == [lines[0].partition("Z")[2]]
+        else:
+            made, usual = map(json.loads, lines)
+            assert made.keys() == usual.keys()
+            assert re.sub(r"\d", "0", made["timestamp"]) == re.sub(r"\d", "0", usual["timestamp"])
 
 
 class Slow(io.StringIO):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,49 @@ def test_worker_that_cannot_start(arguments: list[str], status: int, text: str) 
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
     assert result.returncode == status
     assert text in result.stderr
+
+
+def resident_kib(pid: int) -> int:
+    return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_soak_with_kills() -> None:
+    """The device process is killed again and again under load: no wrong answer, none missing, no memory lost."""
+
+    async def client(port: int, number: int, stopping: asyncio.Event, tally: Counter[int]) -> None:
+        while not stopping.is_set():
+            value = float(number * 1000 + tally.total() % 1000)
+            response = await infer(port, "double", [value])
+            tally[response.status] += 1
+            assert response.status in (200, 503)
+            if response.status == 200:
+                assert output(response, "y") == [2 * value]
+            else:
+                assert response.headers["retry-after"] == "1"
+                await asyncio.sleep(0.01)
+
+    async def soak(worker: Served, port: int) -> tuple[Counter[int], list[int]]:
+        tally: Counter[int] = Counter()
+        stopping = asyncio.Event()
+        clients = [asyncio.create_task(client(port, number, stopping, tally)) for number in range(16)]
+        sizes = []
+        for generation in range(1, 7):  # with ever longer pauses: it looks like a crash loop
+            ready = await asyncio.to_thread(worker.line, "device process is ready", generation=generation)
+            served = tally[200]
+            await until(lambda served=served: tally[200] > served + 300)
+            os.kill(ready["pid"], signal.SIGKILL)
+            sizes.append(await asyncio.to_thread(resident_kib, worker.process.pid))
+        stopping.set()
+        await asyncio.gather(*clients)
+        return tally, sizes
+
+    with served("--log-level", "info") as worker:
+        tally, sizes = asyncio.run(soak(worker, worker.port))
+        assert tally[200] > 1800
+        assert tally[503] > 0
+        assert sizes[-1] < sizes[1] + 20_000
 
 
 @pytest.mark.slow
