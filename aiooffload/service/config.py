@@ -35,6 +35,7 @@ class Config:
     insecure: bool = _setting(False, "listen on other addresses than loopback without a token")
     lanes: int = _setting(16, "streams of each device, 1 to 256", 1)
     max_queue: int = _setting(1024, "requests in the worker at a time; more get status 429", 1)
+    max_queue_mib: int = _setting(1024, "MiB of bodies in the worker at a time; more get status 429", 1)
     concurrency: int = _setting(64, "calls of an endpoint without batching that a device has at a time", 1)
     max_connections: int = _setting(1024, "connections at a time; more are closed at once", 1)
     max_body_mib: int = _setting(64, "MiB that a request's body may have, also when decompressed", 1)
@@ -64,6 +65,8 @@ class Config:
                 raise UsageError(f"{one.name} is at least {least}, not {value}")
             if choices and value not in choices:
                 raise UsageError(f"{one.name} is {' or '.join(choices)}, not {value!r}")
+        if self.max_queue_mib < self.max_body_mib:
+            raise UsageError(f"max_queue_mib is at least max_body_mib, {self.max_body_mib}, not {self.max_queue_mib}")
         if self.port > 65_535:
             raise UsageError(f"port is at most 65535, not {self.port}")
         if not all(self.devices) or len(set(self.devices)) != len(self.devices):

@@ -186,6 +186,8 @@ class Dispatcher:
         Whose processes are used.
     max_queue
         How many requests may be in the worker, waiting or on a device.
+    max_nbytes
+        How many bytes their bodies may have, those that are still being read included.
     concurrency
         How many calls of an endpoint without batching one device process has at a time.
 
@@ -195,11 +197,13 @@ class Dispatcher:
     knows when one will be there. A full queue is 429.
     """
 
-    def __init__(self, supervisor: Supervisor, max_queue: int, concurrency: int) -> None:
+    def __init__(self, supervisor: Supervisor, max_queue: int, max_nbytes: int, concurrency: int) -> None:
         self.in_flight = 0
+        self.held_nbytes = 0
         self.draining = False
         self._supervisor = supervisor
         self._max_queue = max_queue
+        self._max_nbytes = max_nbytes
         self._concurrency = concurrency
         self._lanes: dict[str, _Lane] = {}
         self._idle = asyncio.Event()
@@ -219,6 +223,16 @@ class Dispatcher:
             raise Refusal(429, f"{self.in_flight} requests are waiting already", "overloaded", RETRY_AFTER_S)
         if not self._supervisor.ready:
             raise Refusal(503, self._supervisor.why_not_ready(), "unavailable", RETRY_AFTER_S)
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes of a body, until as many are given to :meth:`let_go`; raises Refusal if they are too many."""
+        if self.held_nbytes + nbytes > self._max_nbytes:
+            raise Refusal(429, "too many bytes of requests are waiting already", "overloaded", RETRY_AFTER_S)
+        self.held_nbytes += nbytes
+
+    def let_go(self, nbytes: int) -> None:
+        """Bytes that were held are no longer there."""
+        self.held_nbytes -= nbytes
 
     def submit(
         self,

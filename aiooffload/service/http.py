@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aiooffload.service import protocol
-from aiooffload.service.infer import JSON, Infer, Site, read_body, send_whole
+from aiooffload.service.infer import JSON, ClientGone, Infer, Site, read_body, send_whole
 from aiooffload.service.metrics import CONTENT_TYPE
 from aiooffload.service.protocol import ProtocolError
 
@@ -43,7 +43,12 @@ def make_app(site: Site) -> ASGIApp:
             Route("/v2", views.server),
             Route("/v2/", views.server),
         ],
-        exception_handlers={HTTPException: _on_http_error, ProtocolError: _on_protocol_error, 500: _on_bug},
+        exception_handlers={
+            HTTPException: _on_http_error,
+            ProtocolError: _on_protocol_error,
+            ClientGone: _on_client_gone,
+            500: _on_bug,
+        },
     )
     return Guard(app, site.token) if site.token else app
 
@@ -77,6 +82,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_protocol_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProtocolError)
     return _json({"error": str(error)}, error.status)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return _json({"error": "the client is gone"}, 499)  # which nobody reads
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ from aiooffload.service.metrics import Metrics
 from aiooffload.service.protocol import InferRequest, ProtocolError
 from aiooffload.service.supervisor import Supervisor
 
-__all__ = ["DEADLINE", "JSON", "Infer", "Site", "header", "natural", "read_body", "send_whole"]
+__all__ = ["DEADLINE", "JSON", "ClientGone", "Infer", "Site", "header", "natural", "read_body", "send_whole"]
 
 DEADLINE: Final = b"x-request-timeout-ms"
 """The header in which a client says how many milliseconds the answer is worth waiting for."""
@@ -137,6 +137,24 @@ class _Record:
         self.status, self.outcome, self.error = status, outcome, str(error)
 
 
+class _Held:
+    """How many bytes of its body a request has in the worker."""
+
+    __slots__ = ("_dispatcher", "_nbytes")
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._nbytes = 0
+
+    def resize(self, nbytes: int) -> None:
+        """Hold so many instead; raises Refusal if there is no room for them."""
+        if nbytes > self._nbytes:
+            self._dispatcher.hold(nbytes - self._nbytes)
+        elif nbytes < self._nbytes:
+            self._dispatcher.let_go(self._nbytes - nbytes)
+        self._nbytes = nbytes
+
+
 class _Progress:
     """What kernels said last, and a way to wait for more."""
 
@@ -174,13 +192,14 @@ class Infer:
         asked: Headers = dict(scope["headers"])
         record.traceparent = header(asked, b"traceparent")[:_TRACE_NBYTES]
         headers: list[tuple[bytes, bytes]]
+        held = _Held(self._site.dispatcher)
         try:
             path = scope["path_params"]
             declaration = self._site.declaration(path["model"], path.get("version", ""))
             record.endpoint = declaration.name
             self._site.dispatcher.check_open()
             streamed = _is_streamed(scope["query_string"])
-            request = await self._read(declaration, asked, receive)
+            request = await self._read(declaration, asked, receive, held)
             record.id = request.id
             if streamed:
                 await self._stream(declaration, request, asked, receive, send, record)
@@ -200,6 +219,8 @@ class Infer:
             record.fail(499, "cancelled", error)
             self._note(record)
             return
+        finally:
+            held.resize(0)
         if self._site.dispatcher.draining or record.status == 413:
             headers.append((b"connection", b"close"))
         self._note(record)
@@ -263,11 +284,14 @@ class Infer:
             watch.cancel()
             self._site.dispatcher.abandon(ticket, Refusal(499, "the request was cancelled", "cancelled"))
 
-    async def _read(self, declaration: Declaration, asked: Headers, receive: Receive) -> InferRequest:
+    async def _read(self, declaration: Declaration, asked: Headers, receive: Receive, held: _Held) -> InferRequest:
         site = self._site
+        length = header(asked, b"content-length")
+        held.resize(min(site.max_body_nbytes, int(length[:20]) if length.isdecimal() else site.max_body_nbytes))
         body = await read_body(asked, receive, site.max_body_nbytes)
         if encoding := header(asked, b"content-encoding"):
             body = await _maybe_in_thread(len(body), protocol.decompress, body, encoding, site.max_body_nbytes)
+        held.resize(len(body))
         json_nbytes = natural(asked, protocol.HEADER_LENGTH.encode(), len(body))
         if (len(body) if json_nbytes is None else json_nbytes) > site.max_json_nbytes:
             raise ProtocolError(f"more than {site.max_json_nbytes} bytes of JSON: send tensors in binary form", 413)

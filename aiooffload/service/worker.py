@@ -81,7 +81,7 @@ class Worker:
             stall_s=config.stall_s,
         )
         self.supervisor = Supervisor(settings, config.devices, self._on_change)
-        self.dispatcher = Dispatcher(self.supervisor, config.max_queue, config.concurrency)
+        self.dispatcher = Dispatcher(self.supervisor, config.max_queue, config.max_queue_mib << 20, config.concurrency)
         self.metrics = Metrics(self.supervisor, self.dispatcher, VERSION)
         self.port = 0
         self._server: Server | None = None

@@ -59,6 +59,7 @@ def test_every_kind_of_value() -> None:
         ({"flags": {"port": "65536"}}, "at most 65535"),
         ({"flags": {"grace_s": "nan"}}, "grace_s is at least 0"),
         ({"flags": {"log_format": "xml"}}, "json or console"),
+        ({"flags": {"max_queue_mib": "3"}}, "max_queue_mib is at least max_body_mib"),
         ({"flags": {"device": "host,host"}}, "each device once"),
         ({"flags": {"device": ""}}, "each device once"),
     ],

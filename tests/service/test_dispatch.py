@@ -68,7 +68,7 @@ class Processes:
 
 
 def dispatcher_of(*processes: Process, max_queue: int = 100, concurrency: int = 2) -> Dispatcher:
-    return Dispatcher(Processes(*processes), max_queue, concurrency)  # type: ignore[arg-type]
+    return Dispatcher(Processes(*processes), max_queue, 100, concurrency)  # type: ignore[arg-type]
 
 
 def numbers(*values: int) -> Tensor:
@@ -197,6 +197,19 @@ async def test_full_queue() -> None:
     process.echo(1)
     process.echo(2)
     await asyncio.gather(*(ticket.future for ticket in tickets[1:]))
+
+
+async def test_bytes_are_limited() -> None:
+    """Bodies have so many bytes together; what is let go makes room."""
+    dispatcher = dispatcher_of(Process())
+    dispatcher.hold(60)
+    dispatcher.hold(40)
+    with pytest.raises(Refusal, match="too many bytes") as caught:
+        dispatcher.hold(1)
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+    dispatcher.let_go(60)
+    dispatcher.hold(1)
+    assert dispatcher.held_nbytes == 41
 
 
 async def test_no_device() -> None:

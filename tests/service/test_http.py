@@ -275,7 +275,17 @@ class Echo:
     draining = False
     in_flight = 0
 
+    held_nbytes = 0
+
     def check_open(self) -> None: ...
+
+    def hold(self, nbytes: int) -> None:
+        self.held_nbytes += nbytes
+        if self.held_nbytes > 500:
+            raise Refusal(429, "too much", "overloaded", 1)
+
+    def let_go(self, nbytes: int) -> None:
+        self.held_nbytes -= nbytes
 
     def submit(self, declaration: Declaration, request: Any, timeout_s: float | None) -> Any:
         future = asyncio.get_running_loop().create_future()
@@ -374,10 +384,12 @@ REQUESTS = st.tuples(
 
 def check_malformed(requests: list[Any]) -> None:
     async def check() -> None:
-        app = make_app(site())
+        worked_on = site()
+        app = make_app(worked_on)
         for method, path, headers, body in requests:
             response = await call(app, method, path, headers, body)
             assert response.status in (200, 307, 400, 404, 405, 413, 415, 504)
+            assert worked_on.dispatcher.held_nbytes == 0
             if response.status >= 400 and method != "HEAD":
                 assert response.error
 
@@ -397,6 +409,24 @@ def test_malformed_requests(requests: list[Any]) -> None:
 def test_ten_thousand_malformed_requests(requests: list[Any]) -> None:
     """The same, 15,000 times and more."""
     check_malformed(requests)
+
+
+@pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v2/repository/index"])
+async def test_client_that_goes_away_while_it_sends(path: str) -> None:
+    """A body that ends too early is nobody's error, and nothing of it stays."""
+    worked_on = site()
+    events = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": [], "query_string": b""}
+
+    async def receive() -> Any:
+        assert worked_on.dispatcher.held_nbytes == (500 if "infer" in path else 0)
+        return next(events)
+
+    async def send(message: Any) -> None:
+        assert "repository" in path
+
+    await make_app(worked_on)(scope, receive, send)
+    assert worked_on.dispatcher.held_nbytes == 0
 
 
 async def test_broken_http_leaves_the_worker_well(port: int) -> None:
