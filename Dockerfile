@@ -12,8 +12,11 @@
 
 # Any Debian with Python 3.11 or newer.
 ARG BASE=docker.io/library/debian:bookworm-slim
+# The runtime compiler is half of what is installed; EXTRAS=serve is for programs whose kernels are compiled already.
+ARG EXTRAS=serve,compiler
 
 FROM ${BASE} AS build
+ARG EXTRAS
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -22,9 +25,10 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY aiooffload aiooffload
-RUN /opt/aiooffload/bin/pip install -q ".[serve,compiler]" \
+RUN /opt/aiooffload/bin/pip install -q ".[${EXTRAS}]" \
     && find /opt/aiooffload -name __pycache__ -prune -exec rm -rf {} + \
-    && rm -rf /opt/aiooffload/lib/python3*/site-packages/pip*
+    && rm -rf /opt/aiooffload/lib/python3*/site-packages/pip* \
+        /opt/aiooffload/lib/python3*/site-packages/setuptools* /opt/aiooffload/lib/python3*/site-packages/pkg_resources
 
 FROM ${BASE}
 RUN apt-get update \

@@ -46,7 +46,9 @@ class Config:
     keep_alive_s: float = _setting(60.0, "seconds that an idle connection is kept", 0)
     request_timeout_s: float = _setting(60.0, "longest time for a request, whatever it asks for; 0 for no limit", 0)
     hard_timeout_s: float = _setting(0.0, "a call that takes longer ends its device process; 0 for never", 0)
-    stall_s: float = _setting(20.0, "with calls and without an answer for so long, the worker is not ready", 0)
+    stall_s: float = _setting(
+        20.0, "with calls, but no answer and nothing done on the device for so long, it is not ready", 0
+    )
     start_timeout_s: float = _setting(120.0, "seconds in which a device process has to be ready", 0)
     grace_s: float = _setting(30.0, "seconds in which requests may finish after SIGTERM", 0)
     log_format: str = _setting("json", "json, or console for people", choices=FORMATS)

@@ -328,7 +328,10 @@ def _device_s(operations: list[Operation[Any]]) -> float:
 async def serve(connection: socket.socket) -> int:
     """Serve the front at the other end of a socket; returns the exit status."""
     link = Link()
-    await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
+    try:
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
+    except OSError:
+        return 0  # the front has gone already
     if (configuration := await link.first()) is None:
         return 0
     configure_logs(configuration["log_format"], configuration["log_level"])

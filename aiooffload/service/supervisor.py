@@ -66,7 +66,7 @@ class Settings:
     hard_timeout_s: float = 0.0
     """A call that takes longer costs the process its life; 0 for never."""
     stall_s: float = 20.0
-    """Calls in flight and no answer for so long is no progress."""
+    """Calls in flight, and neither an answer nor anything done on the device for so long, is no progress."""
 
 
 class DeviceProcess(asyncio.Protocol):
@@ -93,7 +93,8 @@ class DeviceProcess(asyncio.Protocol):
         self._process: asyncio.subprocess.Process | None = None
         self._numbers = 0
         self._heard_at = loop.time()  # of anything
-        self._moved_at = loop.time()  # of the last answer, or of the first call after none
+        self._moved_at = loop.time()  # of the last answer or step on the device, or of the first call after none
+        self._done = 0  # operations and calls of kernels, as the last beat counted them
         self._ready: asyncio.Future[None] = loop.create_future()
 
     async def start(self) -> None:
@@ -164,7 +165,11 @@ class DeviceProcess(asyncio.Protocol):
                 found[1].on_answer(message, frames.cut(message, content))
         elif kind == "beat":
             self.lag_s, self.stats = message["lag_s"], message["stats"]
+            done = self.stats["completed"] + self.stats["calls"]["served"]
+            if done != self._done:
+                self._done, self._moved_at = done, self._heard_at
         elif kind == "progress":
+            self._moved_at = self._heard_at
             if (running := self.calls.get(message["call"])) is not None:
                 running[1].on_progress(message["done"], message["total"])
         elif kind == "ready":
@@ -208,7 +213,7 @@ class DeviceProcess(asyncio.Protocol):
         if now - self._heard_at > SILENCE_S:
             return f"its loop has said nothing for {now - self._heard_at:.1f} s"
         if self.calls and now - self._moved_at > self._settings.stall_s:
-            return f"no call was answered for {now - self._moved_at:.1f} s"
+            return f"no call was answered, and nothing done on the device, for {now - self._moved_at:.1f} s"
         return ""
 
     def check_hard_limit(self) -> None:
@@ -305,7 +310,8 @@ class Slot:
         """Start a process, and another whenever one ends, until stopped."""
         while not self._stopping.is_set():
             await self._live_once()
-            delay = backoff_s(self._short_lives)
+            # One that could not even start is not tried again at once: it may be the last thing the worker does.
+            delay = backoff_s(max(2, self._short_lives) if self.start_failures else self._short_lives)
             if delay and not self._stopping.is_set():
                 log.warning("waiting before the next start", device=self.device, seconds=delay)
                 with contextlib.suppress(TimeoutError):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from aiooffload.service import supervisor as module
-from aiooffload.service.supervisor import Settings, StartFailed, Supervisor, backoff_s
+from aiooffload.service.frames import encode
+from aiooffload.service.supervisor import DeviceProcess, Settings, StartFailed, Supervisor, backoff_s
 from tests.service.support import ROOT, SAMPLE
 
 
@@ -166,7 +167,7 @@ async def test_no_progress_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch)
     async with rig_of(stall_s=-1.0) as rig:  # no time at all
         assert rig.supervisor.why_not_ready() == ""
         waiting = rig.call("gate")
-        assert "no call was answered for" in rig.supervisor.why_not_ready()
+        assert "no call was answered, and nothing done on the device, for" in rig.supervisor.why_not_ready()
         await rig.ask("wait_inside", 1)
         await rig.ask("open_gate")
         await waiting.answer
@@ -176,11 +177,32 @@ async def test_no_progress_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch)
         assert rig.supervisor.why_dead() == ""
 
 
+async def test_work_on_the_device_is_progress() -> None:
+    """A long call is no stall while the device does something for it, or its kernel says how far it is."""
+    process = DeviceProcess(Settings("", {}, stall_s=5.0), "host", lambda: None)
+    process.calls[1] = 0.0, Heard()
+
+    def stuck_after(message: dict[str, Any]) -> bool:
+        process._moved_at -= 100.0
+        assert process.why_stuck()
+        process.data_received(b"".join(encode(message)))
+        return bool(process.why_stuck())
+
+    beat = {"kind": "beat", "lag_s": 0.0, "stats": {"completed": 5, "calls": {"served": 0}}}
+    assert not stuck_after(beat)
+    assert stuck_after(beat)
+    assert not stuck_after({"kind": "progress", "call": 1, "done": 1, "total": 2})
+
+
 async def test_program_that_cannot_start() -> None:
-    """What keeps a program from starting is said in its own words."""
+    """What keeps a program from starting is said in its own words, and it is not tried again at once."""
+    rig = Rig(app="tests.service.broken_app:app")
+    rig.supervisor.start()
     with pytest.raises(StartFailed, match="RuntimeError: cannot start"):
-        async with rig_of(app="tests.service.broken_app:app"):
-            pass
+        await rig.supervisor.first_ready()
+    await rig.supervisor.stop(0.0)
+    assert rig.supervisor.slots[0].generation == 1
+    await asyncio.gather(*rig._tasks)
 
 
 async def test_device_that_does_not_exist() -> None:
