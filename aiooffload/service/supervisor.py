@@ -29,6 +29,7 @@ LONGEST_BACKOFF_S: Final = 30.0
 SILENCE_S: Final = 5.0
 """Without a beat for so long, a device process makes no progress."""
 _WATCH_S: Final = 0.1
+_EXIT_S: Final = 1.0
 _MODULE: Final = "aiooffload.service.device"
 
 
@@ -94,6 +95,7 @@ class DeviceProcess(asyncio.Protocol):
         self._numbers = 0
         self._heard_at = loop.time()  # of anything
         self._moved_at = loop.time()  # of the last answer or step on the device, or of the first call after none
+        self._exits = False  # it has closed the connection, thus exits by itself; only if not it is killed
         self._done = 0  # operations and calls of kernels, as the last beat counted them
         self._ready: asyncio.Future[None] = loop.create_future()
 
@@ -154,6 +156,7 @@ class DeviceProcess(asyncio.Protocol):
             self._end(f"it sent nonsense: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._exits = True
         self._end(self.fault or "it ended")
 
     def _on_message(self, message: dict[str, Any], content: memoryview) -> None:
@@ -235,7 +238,8 @@ class DeviceProcess(asyncio.Protocol):
         self.gone.set()
         if self._transport is not None:
             self._transport.abort()
-        self.kill_now()
+        if not self._exits:
+            self.kill_now()
         calls, self.calls = self.calls, {}
         for _, call in calls.values():
             call.on_lost(reason)
@@ -254,6 +258,9 @@ class DeviceProcess(asyncio.Protocol):
         """End it at once and wait until it is gone."""
         self._end(self.fault or "it was ended")
         if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _EXIT_S)
+            self.kill_now()
             await self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
