@@ -60,6 +60,11 @@ class Allocation:
         # The engine it belongs to: memory of another device or Offload is refused.
         self.owner = owner
 
+    @property
+    def plain(self) -> bool:
+        """Whether it was allocated by its engine: then kernels of that device reach it, whatever it is."""
+        return True
+
     def belongs_to(self, engine: OperationOwner) -> bool:
         """Whether ``engine`` may use it."""
         return self.owner is engine
@@ -109,6 +114,12 @@ class ForeignAllocation(Allocation):
     """Memory of somebody else. It belongs to the Offload that uses it first."""
 
     __slots__ = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a part of such memory."""
+        owner = self.lease.block.owner if self.lease is not None else None
+        return isinstance(owner, Buffer) and owner.allocation.plain
 
     def __init__(self, block: Foreign) -> None:
         super().__init__(Lease(block, lambda _: None), None)

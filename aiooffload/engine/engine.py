@@ -326,9 +326,15 @@ class Engine:
         small = await self.offload(self.memory.register, SMALL_BLOCKS * INLINE_NBYTES)
         large = await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES)
         staging = Staging(large, PIECE_NBYTES, MOST_LARGE_BLOCKS, lambda: self._spawn(self._grow(staging)))
-        max_pitch = self.device.properties.max_pitch
         self.copies = Copies(
-            self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self, max_pitch
+            self.lanes,
+            Staging(small, INLINE_NBYTES),
+            staging,
+            self.offload,
+            self._spawn,
+            self,
+            self.device,
+            lambda: barrier.calling > 0,
         )
         self.transfers = Transfers(self.loop, self.memory, self.copies, self.submission.submit, self, self.check_open)
         if not self.device.properties.memory_operations:

@@ -203,7 +203,8 @@ class Transfers:
         operation.kind, operation.nbytes = "copy", layout.nbytes
         uses = [(dst.allocation, True), (src.allocation, False)]
         if visited is None:
-            self._copies.direct(operation, shape, itemsize, target, source)
+            within = dst.allocation.plain and src.allocation.plain
+            self._copies.direct(operation, shape, itemsize, target, source, within=within)
             self._submit(operation, uses, terms)
             return operation
         theirs = uses.pop(visited is src)

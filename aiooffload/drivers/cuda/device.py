@@ -20,6 +20,7 @@ from aiooffload.drivers.cuda.allocator import Allocator, AllocatorBlock
 from aiooffload.drivers.cuda.compiler import compile_source
 from aiooffload.drivers.cuda.function import CudaFunction
 from aiooffload.drivers.cuda.library import initialise
+from aiooffload.drivers.cuda.rows import NOTHING, OWN_KERNELS, RowCopies
 from aiooffload.drivers.cuda.status import status_error, unwrap
 from aiooffload.drivers.cuda.xid import XidWatch
 from aiooffload.drivers.mapped import MappedMemory
@@ -35,13 +36,6 @@ _KEEP_BYTES: Final = 256 << 20
 """Freed memory that the pool keeps for reuse rather than give back at every synchronisation."""
 _LEGACY_STREAM: Final = int(driver.CU_STREAM_LEGACY)
 _REGISTER_FLAGS: Final = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-
-# Does nothing, for any architecture from 7.5: the self-test must not need a compiler.
-_SELFTEST_PTX: Final = b""".version 7.0
-.target sm_75
-.address_size 64
-.visible .entry aiooffload_selftest() { ret; }
-\0"""
 
 
 class CudaBlock:
@@ -81,6 +75,7 @@ class CudaDevice:
             self._pool = self._create_pool()
         # The program's, instead of the pool.
         self._allocator: Allocator | None = None
+        self._rows: RowCopies | None = None
         self._xid = XidWatch(self.properties.unique_id)
 
     @contextmanager
@@ -260,8 +255,13 @@ class CudaDevice:
         return CudaFunction(name, core, int(function), sizes, self.current)
 
     def selftest_function(self) -> CudaFunction:
-        """Load a kernel that does nothing."""
-        return self._load("aiooffload_selftest", _SELFTEST_PTX)
+        """Load the kernels of this driver and return the one that does nothing."""
+        self._rows = RowCopies(lambda name: self._load(name, OWN_KERNELS), self.properties.multiprocessors)
+        return self._load(NOTHING, OWN_KERNELS)
+
+    def rows(self, *box: int) -> Callable[[Any], None] | None:
+        """Return what copies rows by a kernel, once these are loaded."""
+        return None if self._rows is None else self._rows.call(*box)
 
     # -- health ----------------------------------------------------------------------------
 
