@@ -138,6 +138,8 @@ class ForeignAllocation(Allocation):
             if owner.allocation.owner is None:
                 return
             engine = cast("OperationOwner", owner.allocation.owner)  # it is memory of that Offload
+        elif isinstance(owner, PinnedArray):
+            engine = cast("OperationOwner", owner.owner)
         if block.device_type not in (None, CPU if engine.label == "host" else CUDA):
             raise UsageError(f"device {engine.label} does not reach the memory of this array")
         if isinstance(owner, Buffer):
@@ -579,9 +581,13 @@ class PinnedArray:
     array made from it is gone and no copy uses it.
     """
 
-    __slots__ = ("__weakref__", "_array", "history", "lease")
+    __slots__ = ("__weakref__", "_array", "history", "lease", "owner")
 
-    def __init__(self, lease: Lease[RegisteredMemory], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, lease: Lease[RegisteredMemory], owner: object, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        # The engine it belongs to, which orders its uses.
+        self.owner: Final = owner
         # None once closed. Operations in flight have their own reference.
         self.lease: Lease[RegisteredMemory] | None = lease
         self.history: Final = History()

@@ -207,7 +207,7 @@ class Memory:
         rounded = 1 << max(nbytes - 1, 4095).bit_length()
         kept = self._wanted_pinned.get(rounded)
         memory = kept.pop() if kept else await register(rounded)
-        return PinnedArray(Lease(memory, self._give_back_pinned), sizes, kind)
+        return PinnedArray(Lease(memory, self._give_back_pinned), self._owner, sizes, kind)
 
     def _give_back_pinned(self, memory: RegisteredMemory) -> None:
         self._wanted_pinned.setdefault(memory.nbytes, []).append(memory)

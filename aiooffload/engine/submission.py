@@ -291,7 +291,7 @@ class Submission:
         return operation
 
     def stand_in(
-        self, name: str, memory: Allocation, writes: bool, begin: Callable[[], None]
+        self, name: str, memory: Allocation | PinnedArray, writes: bool, begin: Callable[[], None]
     ) -> tuple[Operation[None], Callable[[], None]]:
         """Submit what stands for the use of ``memory`` by another engine, and return what ends it.
 

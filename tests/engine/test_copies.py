@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aiooffload as ao
-from aiooffload.drivers.cuda import rows as cuda_rows
 from aiooffload.drivers.host import HostDevice
 from aiooffload.drivers.mapped import MappedMemory
 from aiooffload.engine import copies as engine_copies
@@ -381,13 +380,12 @@ def run_examples(
 
 @pytest.fixture(params=["real", "small"])
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[ao.Offload], None]:
-    """With small limits, a few hundred bytes are many pieces, portions, rows far apart, or for a kernel."""
+    """With small limits, a few hundred bytes are many pieces, portions and rows too far apart for a call."""
     if request.param == "real":
         return lambda off: None
     small = {"INLINE_NBYTES": 40, "PIECE_NBYTES": 100, "CALLS_AT_ONCE": 1, "PORTION_CALLS": 2}
     for name, value in small.items():
         monkeypatch.setattr(engine_copies, name, value)
-    monkeypatch.setattr(cuda_rows, "_LEAST_NBYTES", 0)
 
     def prepare(off: ao.Offload) -> None:
         assert off._engine is not None

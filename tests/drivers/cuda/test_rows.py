@@ -48,14 +48,16 @@ def test_each_kernel_is_in_the_module() -> None:
     """What is loaded by name has an entry of that name."""
     names: list[str] = []
     RowCopies(lambda name: names.append(name) or Loaded(name), 1)  # type: ignore[arg-type, func-returns-value]
-    assert len(names) == 5
+    assert len(names) == 3
     assert all(f".visible .entry {name}(".encode() in OWN_KERNELS for name in names)
 
 
-def test_small_copies_are_the_drivers() -> None:
-    """Below 64 KiB there is nothing to gain."""
-    assert made(0, 1 << 20, 1024, 63, 1, 2048, 4096, 0, 0) is None
-    assert made(0, 1 << 20, 1024, 64, 1, 2048, 4096, 0, 0) is not None
+@pytest.mark.parametrize(
+    "box", [(2, 0, 64, 64, 1), (0, 1, 64, 64, 1), (0, 0, 6, 64, 1), (0, 0, 64, 0, 3), (0, 0, 0, 3, 3)]
+)
+def test_what_has_no_words_is_the_drivers(box: tuple[int, ...]) -> None:
+    """Without a word of 4 bytes a thread would move too little; what is empty is nothing to launch for."""
+    assert made(*box, 128, 128, 1 << 20, 1 << 20) is None
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,8 @@ def test_small_copies_are_the_drivers() -> None:
         ((4096, 8192, 1024, 100, 2, 2048, 4096, 4096 * 100, 4096 * 100), 16),
         ((4096 + 8, 8192, 1024, 100, 2, 2048, 4096, 4096 * 100, 4096 * 100), 8),
         ((4096, 8192 + 4, 1024, 100, 2, 2048, 4096, 4096 * 100, 4096 * 100), 4),
-        ((4096, 8192, 1026, 100, 2, 2048, 4096, 4096 * 100, 4096 * 100), 2),
-        ((4096, 8192, 1024, 100, 2, 2049, 4096, 2049 * 100, 4096 * 100), 1),
+        ((4096, 8192, 1028, 100, 2, 2048, 4096, 4096 * 100, 4096 * 100), 4),
+        ((4096, 8192, 1024, 100, 2, 2056, 4096, 2056 * 100, 4096 * 100), 8),
         ((4096, 8192, 1024, 100, 2, 2048, 4100, 4096 * 100, 4100 * 100), 4),
         ((4096, 8192, 1024, 100, 2, 2048, 4096, 2048 * 100, 4097 * 100), 4),
         ((4096, 8192, 1 << 20, 1, 2, 3, 5, 4096 * 1000, 4096 * 1000), 16),
@@ -82,14 +84,22 @@ def test_words_divide_everything(box: tuple[int, ...], word: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "blocks", "across"),
-    [(1 << 20, 4, 4, 512), (8192, 4096, 80, 512), (16, 5000, 10, 1), (48, 5000, 40, 4), (16, 10**7, 80, 1)],
+    ("width", "height", "grid", "across"),
+    [
+        (1 << 20, 4, (4, 20), 512),
+        (1 << 20, 30, (30, 2), 512),
+        (16 * 600, 4, (4, 2), 512),
+        (8192, 4096, (80, 1), 512),
+        (16, 5000, (10, 1), 1),
+        (48, 5000, (40, 1), 4),
+        (16, 10**7, (80, 1), 1),
+    ],
 )
-def test_blocks_fit_the_rows(width: int, height: int, blocks: int, across: int) -> None:
-    """A block of 512 threads is as wide as a row, up to all of it; there are as many as fit the device or the rows."""
+def test_blocks_fit_the_rows(width: int, height: int, grid: tuple[int, int], across: int) -> None:
+    """A block of 512 threads is as wide as a row, up to all of it; there are as many as fit the device or the copy."""
     stream = made(0, 1 << 40, width, height, 1, 2 * width, 2 * width, 0, 0)
     assert stream is not None
-    assert stream.plan[1:] == ((blocks, 1, 1), (across, 512 // across, 1))
+    assert stream.plan[1:] == ((*grid, 1), (across, 512 // across, 1))
 
 
 # On a GPU.
@@ -113,15 +123,15 @@ def index(width: int, height: int, depth: int, pitch: int, slice_nbytes: int) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("word", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("word", [4, 8, 16])
+@pytest.mark.parametrize("seed", range(20))
 def test_rows_arrive(rig: Rig, word: int, seed: int) -> None:
     """Rows and slices of any pitch arrive, whatever the words, and no byte between them changes."""
     random = np.random.default_rng((word, seed))
     # Rows of one word to those longer than a block, a few to more than all blocks take at once.
     words = int(random.choice([1, 2, 3, 31, 200, 513, 5000]))
     depth = int(random.integers(1, 4))
-    height = -(-(64 << 10) // (words * word * depth)) + int(random.integers(0, 300))
+    height = int(random.choice([1, 3, 50, 100_000 // words + 1]))
     width = words * word
     pitches = [width + word * int(random.integers(0, 5)) for _ in range(2)]
     slices = [pitch * (height + int(random.integers(0, 3))) for pitch in pitches]
