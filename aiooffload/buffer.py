@@ -78,7 +78,7 @@ class Allocation:
 class Foreign:
     """The block of memory that somebody else frees. It keeps what keeps the memory."""
 
-    __slots__ = ("address", "device_type", "host_array", "keep", "nbytes", "owner", "shared")
+    __slots__ = ("address", "device_type", "gpu", "host_array", "keep", "nbytes", "owner", "shared")
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.address: Final = address
@@ -89,6 +89,8 @@ class Foreign:
         self.host_array: NDArray[np.uint8] | None = None
         # DLPack's type of the devices that reach it; None: whichever uses it.
         self.device_type: int | None = None
+        # The ordinal of the GPU whose memory it is; None if that is not known, or others reach it too.
+        self.gpu: int | None = None
         # Set with the first use. Operations in flight hold the block: as long, the history has to be found.
         self.shared: Shared | None = None
 
@@ -142,6 +144,8 @@ class ForeignAllocation(Allocation):
             engine = cast("OperationOwner", owner.owner)
         if block.device_type not in (None, CPU if engine.label == "host" else CUDA):
             raise UsageError(f"device {engine.label} does not reach the memory of this array")
+        if block.gpu is not None and engine.label != f"cuda:{block.gpu}":
+            raise UsageError(f"this array is in the memory of cuda:{block.gpu}, not of {engine.label}")
         if isinstance(owner, Buffer):
             self.history = owner.allocation.history
         elif isinstance(owner, PinnedArray):
@@ -327,7 +331,8 @@ class Buffer:
             array.address, nbytes, array.owner, shape=array.shape, dtype=array.dtype, strides=strides
         )
         assert buffer.allocation.lease is not None
-        buffer.allocation.lease.block.device_type = device_type
+        block = buffer.allocation.lease.block
+        block.device_type, block.gpu = device_type, array.gpu
         return buffer
 
     # -- for other libraries ---------------------------------------------------------------

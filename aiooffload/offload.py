@@ -11,7 +11,7 @@ from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, overload
 
 from aiooffload.buffer import Buffer, PinnedArray
 from aiooffload.engine.engine import Engine
@@ -47,7 +47,8 @@ class Offload:
     ----------
     device
         ``"auto"`` (the first GPU, or the host device where no driver or no GPU exists),
-        ``"cuda:N"`` or ``"host"``.
+        ``"cuda:N"`` or ``"host"``. Or several: ``"cuda:*"`` is every GPU, ``"cuda:0,cuda:2"`` are those named. Then
+        what follows is what each of them has, and the methods choose among them, as the Notes say.
     lanes
         Streams to spread operations over, 1 to 256; or how many there are of each priority, as
         ``{0: 16, -1: 4}``, where smaller numbers are more urgent and 0 is what an operation has
@@ -90,7 +91,16 @@ class Offload:
     *Thread.* It belongs to the loop and thread that entered it. From another thread go through
     ``asyncio.run_coroutine_threadsafe``. A forked child cannot use it.
     *Ordering.* See ``ordering``. Lanes run independently of each other.
+    *Several devices.* A submission goes to the device of the lane that it names, or of its Buffers, which have to be
+    of one device (``copy`` moves between two: it goes to that of ``dst``), or else to the one with the least work, and
+    among equals the least memory in use. So do ``empty``, ``zeros``, ``put`` and ``pinned``. ``off.devices`` are the
+    Offloads of one device each, for what is a matter of one: its ``properties``, a ``trace``, a stream to ``adopt``.
+    Operations of one may stand in ``after`` of another, which waits for them on the host. A GPU that is lost takes
+    the others of the process with it; each error says which one it was.
     """
+
+    _of_several: ClassVar[type[Offload]]
+    """The class for several devices, which builds on this one; ``group.py`` sets it."""
 
     def __init__(
         self,
@@ -119,6 +129,8 @@ class Offload:
             raise UsageError(f"lanes is 1 to 256, some of them of priority 0, not {lanes}")
         if not isinstance(device, str):
             raise UsageError(f'device is a label such as "auto", "cuda:0" or "host", not {device!r}')
+        if type(self) is Offload and ("," in device or device.endswith(":*")):
+            self.__class__ = self._of_several  # not by __new__, whose signature would hide this one
         if wake not in ("hybrid", "interrupt", "poll"):
             raise UsageError(f'wake is "hybrid", "interrupt" or "poll", not {wake!r}')
         if ordering not in ("program", "explicit"):
@@ -929,6 +941,11 @@ class Offload:
     async def room(self) -> None:
         """Wait until a submission would not raise WouldBlock for ``max_pending``."""
         await self._open_engine().lanes.room()
+
+    @property
+    def devices(self) -> tuple[Offload, ...]:
+        """The Offloads of one device each that this one consists of; itself, if it is of one."""
+        return (self,)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
