@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aiooffload.drivers.api import Device, DeviceProperties
     from aiooffload.engine.bound import BoundLaunch
     from aiooffload.engine.lanes import Lane
+    from aiooffload.errors import DeviceLostError
     from aiooffload.kernel import Kernel
     from aiooffload.rules.geometry import Dimensions
     from aiooffload.rules.wake import WakeMode
@@ -77,6 +78,14 @@ class Offload:
         ``cuda.core.MemoryResource``, or what has its ``allocate(nbytes, stream=...)``, whose result has
         ``handle`` and ``close(stream)``. For GPUs. Neither call may wait for kernels, as ``cudaFree`` does;
         the memory is aligned to 256 bytes. It has to live as long as the Offload.
+    hard_timeout_s
+        Seconds that a launch may run, counted from when nothing was left that it had to wait for on the device; by
+        default it may run for ever. Nothing but the end of the process stops a kernel, so one that is past it
+        counts as a lost device: everything fails with DeviceLostError, and memory in use stays as it is. It does not
+        count what is on adopted streams; it counts waiting for what :meth:`order` names.
+    on_lost
+        Called as ``on_lost(error)`` with the DeviceLostError, once, on the loop's thread, after everything has
+        failed with it: the place to have the process replaced. What it raises goes to the loop's exception handler.
 
     Raises
     ------
@@ -115,6 +124,8 @@ class Offload:
         call_timeout_s: float = 30.0,
         scratch_keep_bytes: int = 128 << 20,
         allocator: Any = None,
+        hard_timeout_s: float | None = None,
+        on_lost: Callable[[DeviceLostError], object] | None = None,
     ) -> None:
         # None before it was entered, and in a forked child.
         self._engine: Engine | None = None
@@ -147,6 +158,10 @@ class Offload:
             raise UsageError(f"scratch_keep_bytes is at least 0, not {scratch_keep_bytes}")
         if allocator is not None and not callable(getattr(allocator, "allocate", None)):
             raise UsageError(f"an allocator has a method allocate(nbytes, stream=...), {allocator!r} has none")
+        if hard_timeout_s is not None and not (isinstance(hard_timeout_s, int | float) and hard_timeout_s > 0):
+            raise UsageError(f"hard_timeout_s is a number of seconds above 0, or None, not {hard_timeout_s!r}")
+        if on_lost is not None and not callable(on_lost):
+            raise UsageError(f"on_lost is called with the error, {on_lost!r} cannot be")
         self._device = device
         self._options: Final[dict[str, Any]] = {
             "lanes": counts,
@@ -158,6 +173,8 @@ class Offload:
             "call_timeout_s": call_timeout_s,
             "scratch_keep_nbytes": scratch_keep_bytes,
             "allocator": allocator,
+            "hard_timeout_s": hard_timeout_s,
+            "on_lost": on_lost,
         }
 
     # -- opening and closing ---------------------------------------------------------------

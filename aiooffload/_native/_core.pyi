@@ -152,6 +152,11 @@ class LaneQueue:
         """Take an operation whose mark ``next_sequence`` was enqueued. Raises IndexError when full."""
     def due_ns(self) -> int:
         """When the oldest operation is expected to be done, 0 if unknown, on the clock of now_ns."""
+    def running_since_ns(self) -> int:
+        """When the last of what the oldest operation had to wait for was seen done, on the clock of now_ns.
+
+        0 if it still waits for another lane, or nothing is in flight.
+        """
     def operations(self) -> list[Any]: ...
 
 class Board:

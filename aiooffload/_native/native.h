@@ -84,6 +84,7 @@ typedef struct {
     PyObject *callbacks;      /* NULL or a list of (callable, context) */
     /* What the engine keeps with it; this file and the board only hold them. NULL reads as None. */
     PyObject *owner, *name, *lane, *deps, *requires, *prepared, *steps, *stop, *followers, *kind;
+    PyObject *behind;         /* what `deps` was as of its push, if `waited`; NULL once it is finished */
     int64_t nbytes;           /* what it moves, as far as anybody wants to know: 0 for a launch */
     int holds;
     int priority;

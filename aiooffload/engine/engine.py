@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from aiooffload._native import Board, Launcher
+from aiooffload._native import Board, Launcher, now_ns
 from aiooffload.buffer import Allocation, Buffer
 from aiooffload.drivers import open_device
 from aiooffload.engine.adopted import Adoptions
@@ -96,6 +96,10 @@ class Engine:
         The largest block of scratch that is kept between launches.
     allocator
         Where device memory comes from, instead of the device's own pool.
+    hard_timeout_s
+        How long a launch may run before the device counts as lost; None: for ever.
+    on_lost
+        Called with the error once the device is lost.
     """
 
     def __init__(
@@ -112,6 +116,8 @@ class Engine:
         call_timeout_s: float,
         scratch_keep_nbytes: int,
         allocator: object | None,
+        hard_timeout_s: float | None,
+        on_lost: Callable[[DeviceLostError], object] | None,
     ) -> None:
         if allocator is not None:
             device.use_allocator(allocator)
@@ -119,6 +125,8 @@ class Engine:
         self.device: Final = device
         self.label: Final = device.properties.label
         self._calling_lanes = calling_lanes
+        self._hard_timeout_s = hard_timeout_s
+        self._tell_lost = on_lost
         # A program with a graph of its own names operations, and must not wait for others by accident.
         self._precise = not program_order
         # What a submission raises from now on; None while open.
@@ -192,6 +200,7 @@ class Engine:
             lambda: device.check(self.lanes.lanes[0].stream),
             self.lose,
             self._warn_stall,
+            self._check_limit,
         )
 
     def _make_lanes(self, counts: dict[int, int], depth: int, words: RegisteredMemory, max_pending: int) -> None:
@@ -530,6 +539,20 @@ class Engine:
             in_flight=[repr(op) for lane in self.lanes.lanes for op in lane.queue.operations()[:1]],
         )
 
+    def _check_limit(self) -> None:
+        """Give the device up if a launch is past the hard limit: nothing but the end of the process stops a kernel."""
+        if self._hard_timeout_s is None:
+            return
+        latest = now_ns() - self._hard_timeout_s * 1e9
+        for lane in self.lanes.lanes:
+            if 0 < lane.queue.running_since_ns() < latest:
+                name = lane.queue.operations()[0].name
+                text = (
+                    f"{name} on lane {lane.index} is past hard_timeout_s={self._hard_timeout_s:g} and cannot be stopped"
+                )
+                self.lose(DeviceLostError(text, operation=name, lane=lane.index))
+                return
+
     # -- off the loop's thread -------------------------------------------------------------
 
     async def offload(self, call: Callable[..., _T], *args: Any) -> _T:
@@ -599,6 +622,7 @@ class Engine:
         if self.lost is not None:
             return
         abandoned = self.board.abandon()
+        _in_use.extend(operation.keep for operation in abandoned)  # a kernel past the hard limit still runs
         names, oldest = suspects(abandoned) or error.suspects, first_of_each_lane(abandoned)
         label = self.device.properties.label
         self.lost = lost = DeviceLostError(
@@ -614,6 +638,8 @@ class Engine:
             loss.latch(lost, self)
         self._stop_everything(abandoned, lost)
         log.error("device lost", device=label, status=error.status, suspects=oldest)
+        if self._tell_lost is not None:
+            self.loop.call_soon(self._tell_lost, lost)  # after those who are woken; what it raises is the loop's
 
     def _stop_everything(self, abandoned: list[Any], failure: BaseException) -> None:
         self.launcher.ready = False

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 
 import aiooffload as ao
 from aiooffload.engine.copies import LARGE_BLOCKS, PIECE_NBYTES
-from tests.kernels import SpyDevice, add, nothing, rig, turns, until
+from tests.kernels import SpyDevice, add, hold_write, nothing, rig, turns, until
 
 
 @pytest.mark.all_loops
@@ -119,6 +122,62 @@ async def test_terminate_while_room_and_drain_wait() -> None:
         r.off.terminate()
         await asyncio.wait_for(asyncio.gather(*waits), 3)
         assert isinstance(op.exception(), ao.ClosedError)
+
+
+class Owner:
+    """Somebody else's memory, a word."""
+
+    def __init__(self, value: int) -> None:
+        self.array = np.full(1, value, np.uint64)
+
+
+@pytest.mark.all_loops
+async def test_a_launch_past_the_hard_limit() -> None:
+    """It cannot be stopped, so the device counts as lost: everything fails, what is in use stays, on_lost() is told."""
+    told: list[ao.DeviceLostError] = []
+    async with rig(lanes=3, hard_timeout_s=0.1, on_lost=told.append, bury=True) as r:
+        owner = Owner(1)
+        kept = weakref.ref(owner)
+        x = ao.Buffer.from_pointer(owner.array.ctypes.data, 8, owner, shape=(1,), dtype=np.uint64)
+        gate = r.gate()
+        stuck = r.launch(hold_write, gate.address, x, np.uint64(9), lane=r.off.lanes[1])
+        elsewhere = r.launch(nothing, lane=r.off.lanes[0], after=[stuck])  # in flight as well, but it waits
+        behind = r.launch(add, x, 1)
+        waiting = r.launch(nothing, after=[asyncio.get_running_loop().create_future()])
+        for op in (stuck, elsewhere, behind, waiting):
+            with pytest.raises(ao.DeviceLostError, match=r"hold_write on lane 1 is past hard_timeout_s=0\.1"):
+                await op
+        await turns()
+        assert [error.lane for error in told] == [1]
+        assert told[0] is stuck.exception()
+        with pytest.raises(ao.DeviceLostError):
+            r.launch(nothing)
+        del x, owner, stuck, elsewhere, behind, waiting, op
+        gc.collect()
+        assert kept() is not None  # the kernel still writes there
+    assert len(told) == 1
+
+
+async def test_what_on_lost_raises_is_the_loops(loop_errors: list[dict[str, Any]]) -> None:
+    """An exception of on_lost() goes to the loop's exception handler, and the loss goes its way."""
+
+    def broken(error: ao.DeviceLostError) -> None:
+        raise ValueError("no")
+
+    device = SpyDevice()
+    async with rig(device, on_lost=broken, bury=True) as r:
+        device.lost = True
+        with pytest.raises(ao.DeviceLostError):
+            await r.off.get(r.word())
+        await turns()
+        assert [type(context["exception"]) for context in loop_errors].count(ValueError) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"hard_timeout_s": 0}, {"hard_timeout_s": "1"}, {"on_lost": 5}], ids=str)
+def test_limits_that_are_none(wrong: dict[str, Any]) -> None:
+    """A limit is a number above 0, and on_lost can be called."""
+    with pytest.raises(ao.UsageError, match=next(iter(wrong))):
+        ao.Offload("host", **wrong)
 
 
 @pytest.mark.all_loops
