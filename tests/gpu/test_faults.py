@@ -180,7 +180,7 @@ def test_fault_during_a_call(kind: str) -> None:
 
 
 def test_fault_during_a_mapped_copy() -> None:
-    """A fault while the array of a call is copied ends the calling launch, whether the copy still gets through or not."""
+    """A fault while the array of a call is copied ends the calling launch, whether the copy gets through or not."""
     found = run("mapped_copy")
     assert found["ends"] == {"DeviceLostError": 2}
     assert found["handler"] in ([], ["called"])

@@ -263,7 +263,7 @@ class CudaDevice:
             handle = driver.CUkernel(int(core.handle))
             function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(handle))
             unwrap("cuFuncLoad", driver.cuFuncLoad(function))
-            _make_room_for_locals(function)
+            _make_room_for_locals(self._context, function)
             sizes = tuple(info.size for info in core.arguments_info)
         if calls:
             if sizes[:1] != (PARAMETER_NBYTES,):
@@ -332,6 +332,8 @@ _peers: Final = Peers()
 
 # What must outlive the object that made it, for the life of the process:
 _contexts: Final[dict[int, Any]] = {}
+# By context: how many bytes of local variables of a thread there is room for.
+_locals: Final[dict[int, int]] = {}
 # By host address. The device may still write to it when an Offload is collected without being closed.
 _registered: Final[dict[int, MappedMemory]] = {}
 # By device and code, then by name. Unloading would wait for everything in flight, whoever's it is.
@@ -362,19 +364,22 @@ def _core_kernel(index: int, name: str, image: bytes) -> CoreKernel:
         ) from error
 
 
-def _make_room_for_locals(function: Any) -> None:
+def _make_room_for_locals(context: Any, function: Any) -> None:
     """Have the memory for a kernel's local variables allocated now, while nothing runs.
 
     Otherwise its first launch allocates it, and blocks until every kernel on the device is over: for ever, if one
     of them waits for the loop that launches. (Measured: 980 ms behind a kernel of 1 s, 10 us after this.)
     """
-    attribute, limit = (
-        driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
-        driver.CUlimit.CU_LIMIT_STACK_SIZE,
-    )
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+    limit = driver.CUlimit.CU_LIMIT_STACK_SIZE
     wanted = int(unwrap("cuFuncGetAttribute", driver.cuFuncGetAttribute(attribute, function)))
-    if wanted > int(unwrap("cuCtxGetLimit", driver.cuCtxGetLimit(limit))):
-        unwrap("cuCtxSetLimit", driver.cuCtxSetLimit(limit, -(-wanted // _LOCAL_STEP) * _LOCAL_STEP))
+    if wanted <= _locals.get(int(context), 0):
+        return
+    # Another limit than now, or the driver takes it for done already.
+    now = int(unwrap("cuCtxGetLimit", driver.cuCtxGetLimit(limit)))
+    room = max(now + _LOCAL_STEP, -(-wanted // _LOCAL_STEP) * _LOCAL_STEP)
+    unwrap("cuCtxSetLimit", driver.cuCtxSetLimit(limit, room))
+    _locals[int(context)] = room
 
 
 def _describe(index: int, device: CoreDevice) -> DeviceProperties:
