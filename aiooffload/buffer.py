@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -37,12 +37,22 @@ class Lease(Generic[_B]):
 
     __slots__ = ("_retire", "block")
 
+    # An entry for each that lives: unlike a number, a list is counted up and down by any thread without a lock.
+    _living: ClassVar[list[None]] = []
+
     def __init__(self, block: _B, retire: Callable[[_B], None]) -> None:
         self.block: Final = block
         self._retire = retire
+        self._living.append(None)
 
     def __del__(self) -> None:
+        self._living.pop()
         self._retire(self.block)
+
+    @classmethod
+    def count(cls) -> int:
+        """Return how many there are in the process."""
+        return len(cls._living)
 
 
 class Allocation:

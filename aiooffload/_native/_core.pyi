@@ -8,6 +8,9 @@ from typing import Any, Protocol, Self
 def now_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds."""
 
+def open_handles() -> tuple[int, int]:
+    """(streams, events) of any driver that were neither closed nor collected."""
+
 class Word:
     """A 64-bit word in memory shared with a device. ``owner`` is kept alive."""
 

@@ -23,6 +23,9 @@ static inline void ao_pause(void) {
 #endif
 }
 
+/* module.c: streams and events of any driver that were neither closed nor collected; with the interpreter. */
+extern Py_ssize_t ao_open_streams, ao_open_events;
+
 /* Sequence numbers wrap: compare by difference, as the device's GEQ wait does. */
 static inline int ao_reached(uint64_t have, uint64_t want) { return (int64_t)(have - want) >= 0; }
 

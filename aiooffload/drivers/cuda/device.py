@@ -24,7 +24,7 @@ from aiooffload.drivers.cuda.library import initialise
 from aiooffload.drivers.cuda.rows import NOTHING, OWN_KERNELS, RowCopies
 from aiooffload.drivers.cuda.status import status_error, unwrap
 from aiooffload.drivers.cuda.xid import XidWatch
-from aiooffload.drivers.mapped import MappedMemory
+from aiooffload.drivers.mapped import MappedMemory, registered
 from aiooffload.errors import CompileError, DeviceUnavailableError, OutOfMemoryError, UsageError
 from aiooffload.rules.wire import PARAMETER_NBYTES
 
@@ -225,6 +225,7 @@ class CudaDevice:
             address = unwrap("cuMemHostGetDevicePointer", driver.cuMemHostGetDevicePointer(memory.host_address, 0))
         memory.device_address = int(address)
         _registered[memory.host_address] = memory
+        registered.add(memory)
         return memory
 
     def unregister(self, memory: RegisteredMemory) -> None:
