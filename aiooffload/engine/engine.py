@@ -11,6 +11,7 @@ import os
 from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from aiooffload._native import Board, Launcher, now_ns
 from aiooffload.buffer import Allocation, Buffer
 from aiooffload.drivers import open_device
 from aiooffload.engine.adopted import Adoptions
+from aiooffload.engine.closing import close_all
 from aiooffload.engine.completion import Completion, EventMarks
 from aiooffload.engine.copies import (
     INLINE_NBYTES,
@@ -100,6 +102,8 @@ class Engine:
         How long a launch may run before the device counts as lost; None: for ever.
     on_lost
         Called with the error once the device is lost.
+    made
+        Takes the calls that give back what was made here, for the case that it fails.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Engine:
         allocator: object | None,
         hard_timeout_s: float | None,
         on_lost: Callable[[DeviceLostError], object] | None,
+        made: list[Callable[[], object]],
     ) -> None:
         if allocator is not None:
             device.use_allocator(allocator)
@@ -149,7 +154,8 @@ class Engine:
         self.scratch: Final = ScratchCache(self.memory, self.loop, self, scratch_keep_nbytes, kept)
         self.board: Final = Board()
         words = self.memory.register((sum(lanes.values()) + 3) * _WORD_STRIDE)
-        self._make_lanes(lanes, depth, words, max_pending)
+        made.append(lambda: device.unregister(words))
+        self._make_lanes(lanes, depth, words, max_pending, made)
         self.launcher: Final = Launcher(
             self.board,
             self.loop,
@@ -203,11 +209,20 @@ class Engine:
             self._check_limit,
         )
 
-    def _make_lanes(self, counts: dict[int, int], depth: int, words: RegisteredMemory, max_pending: int) -> None:
+    def _make_lanes(
+        self,
+        counts: dict[int, int],
+        depth: int,
+        words: RegisteredMemory,
+        max_pending: int,
+        made: list[Callable[[], object]],
+    ) -> None:
         device, properties, count = self.device, self.device.properties, sum(counts.values())
         self._bell = bell = words.word(0)
         self._monitor = device.create_stream()
+        made.append(self._monitor.close)
         self._idle_stream = device.create_stream()
+        made.append(self._idle_stream.close)
         self._idle_stream.bind_marks(words.word((count + 1) * _WORD_STRIDE), words.word((count + 2) * _WORD_STRIDE))
         # No monitor before the self-test has shown that it works: it arms one wait, and only one.
         policy = WakePolicy(self._wake_mode, spins=properties.spins, monitor=False)
@@ -226,15 +241,14 @@ class Engine:
         # The launch path takes the first ones.
         priorities = [priority for priority in sorted(counts, key=bool) for _ in range(counts[priority])]
         groups = {p: (first := priorities.index(p), first + counts[p]) for p in counts}
+        lanes: list[Lane] = []
         try:
-            lanes = [
-                self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth, priority, apart=priority != 0)
-                for i, priority in enumerate(priorities)
-            ]
+            for i, priority in enumerate(priorities):
+                slot = words.word((i + 1) * _WORD_STRIDE)
+                lanes.append(self._make_lane(i, slot, bell, depth, priority, apart=priority != 0))
+                made.append(lanes[i].close)
         except BaseException:
             self.completion.stop(lost=False)
-            for memory in self.memory.close():
-                device.unregister(memory)
             raise
         self.lanes = Lanes(self.board, lanes, groups, self.completion, max_pending, self.lose, self._check_drained)
 
@@ -313,18 +327,22 @@ class Engine:
         if isinstance(device, str):
             device = await _open(loop, device)
         executor = ThreadPoolExecutor(2, thread_name_prefix="aiooffload-worker")
+        made: list[Callable[[], object]] = [device.close]
         try:
-            engine = cls(device, executor, **options)
-        except BaseException:
+            engine = cls(device, executor, made=made, **options)
+        except BaseException as error:
             executor.shutdown(wait=False)
-            await loop.run_in_executor(_calls, device.close)
+            if not isinstance(error, DeviceLostError):  # then the driver is not called any more
+                await barrier.run(lambda: close_all(reversed(made)), _calls)
             raise
         barrier.join(engine)
         if device.properties.process_wide_faults:
             loss.join(engine)
         try:
             await engine._prepare()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, DeviceLostError):
+                engine.lose(error)
             await engine.aclose(_CLOSE_FAILED_S)
             raise
         return engine
@@ -557,7 +575,11 @@ class Engine:
 
     async def offload(self, call: Callable[..., _T], *args: Any) -> _T:
         """Run a call that waits for no kernel on a worker thread."""
-        return await self.loop.run_in_executor(self._executor, call, *args)
+        try:
+            return await self.loop.run_in_executor(self._executor, call, *args)
+        except DeviceLostError as error:
+            self.lose(error)
+            raise
 
     async def maintain(self, call: Callable[[], _T]) -> _T:
         """Run a call that waits for everything in flight, behind the barrier."""
@@ -710,10 +732,9 @@ class Engine:
         self.reverse.close()
         if self.lanes.recorder is not None:
             self.lanes.recorder.release()
-        for lane in self.lanes.lanes:
-            lane.close()
-        self._monitor.close()
-        self._idle_stream.close()
+        if self.lost is not None:  # found out by giving the channel's memory back
+            return
+        close_all([*(lane.close for lane in self.lanes.lanes), self._monitor.close, self._idle_stream.close])
         self.scratch.stop()
         registered = self.memory.close()
         # A task of its own: past the deadline the call, which may wait for somebody else's kernel,
@@ -722,9 +743,7 @@ class Engine:
         await asyncio.shield(last)
 
     def _unregister(self, registered: list[RegisteredMemory]) -> None:
-        for memory in registered:
-            self.device.unregister(memory)
-        self.device.close()
+        close_all([*(partial(self.device.unregister, memory) for memory in registered), self.device.close])
 
 
 async def _open(loop: asyncio.AbstractEventLoop, label: str) -> Device:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 import aiooffload as ao
 from aiooffload.engine.copies import LARGE_BLOCKS, PIECE_NBYTES
+from aiooffload.testing import FaultyDevice, open_offload
 from tests.kernels import SpyDevice, add, hold_write, nothing, rig, turns, until
 
 
@@ -244,3 +246,70 @@ async def test_depth_of_the_driver_is_never_reached(device_label: str) -> None:
         r.open_all()
         await ops[-1]
         await until(lambda: all(op.done() for op in ops))
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+async def test_opening_that_fails_gives_everything_back(at: int) -> None:
+    """Whichever stream or memory is refused while opening: what was made before it is given back, one by one."""
+    device = FaultyDevice()
+    device.fail({"create_stream", "register"}, ao.OutOfMemoryError, at=at)
+    with pytest.raises(ao.OutOfMemoryError):
+        await ao.Offload(lanes=2)._enter(device)
+    assert device.closed
+    assert device.left() == {}
+
+
+@pytest.mark.parametrize("call", ["create_stream", "register", "selftest_function", "plan", "enqueue_write"])
+async def test_a_loss_while_opening(call: str) -> None:
+    """A device that is lost while it is opened is not called again."""
+    device = FaultyDevice()
+    device.lose(call, at=2 if call in ("create_stream", "register") else 1)
+    with pytest.raises(ao.DeviceLostError):
+        async with open_offload(device, lanes=2):
+            raise AssertionError("it was opened")
+    assert device.problems == []
+
+
+@pytest.mark.parametrize("call", ["close_stream", "close_event", "unregister", "free", "close"])
+async def test_closing_goes_on_past_a_refusal(call: str) -> None:
+    """What the driver fails to take back is logged; everything else is given back, and the device is closed."""
+    device = FaultyDevice()
+    with structlog.testing.capture_logs() as lines:
+        async with open_offload(device, lanes=2) as off:
+            x = off.empty(4, np.uint8)
+            first = off.fill(x, 1, lane=off.lanes[0])
+            await off.fill(off.empty(4, np.uint8), 2, lane=off.lanes[1], after=[first])
+            device.fail(call)
+    assert len(device.injected) == 1
+    assert device.closed
+    assert device.left() == {}
+    assert [line["log_level"] for line in lines] == ["warning"]
+
+
+async def test_a_loss_that_a_worker_thread_finds() -> None:
+    """A loss found by registering memory, off the loop's thread, fails what is in flight at once."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1) as off:
+        device.delay()
+        held = off.fill(off.empty(4, np.uint8), 1)
+        device.lose("register", at=1)
+        with pytest.raises(ao.DeviceLostError):
+            await off.pinned(4, np.uint8)
+        assert isinstance(held.exception(), ao.DeviceLostError)
+        with pytest.raises(ao.DeviceLostError):
+            off.empty(4, np.uint8)
+    assert device.problems == []
+
+
+async def test_a_loss_that_closing_finds() -> None:
+    """A loss found while the channel's memory is given back ends closing: the driver is not called again."""
+
+    @ao.kernel(calls=True)
+    def silent(launch: ao.Launch) -> None:
+        pass
+
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1, calling_lanes=1) as off:
+        await off.launch(silent, grid=1, block=1)
+        device.lose("free", at=1)
+    assert device.problems == []
