@@ -30,7 +30,7 @@ LIMIT_S = 10.0
 SILENT_S = 60.0
 """After so long without a word a process hangs as a whole, and is killed."""
 SHOWN = 40
-SMOKE_STEP = 29
+SMOKE_STEP = 47
 DENSE = {"batched_calls": 12}
 """Scenarios with many requests alike, of which every so manieth is torn."""
 
@@ -102,10 +102,13 @@ def work(commands: IO[str], words: IO[str]) -> None:
     faults = {fault.name: fault for fault in (*FAULTS, *TEARS)}
     gc.collect()
     gc.freeze()  # what is there by now stays: leaving it out makes the collections of each case cheap
+    checked: set[str] = set()
     for line in commands:
         unit = Unit(*json.loads(line))
-        chosen = [faults[unit.fault]]
-        for case in sweep(scenarios[unit.scenario], chosen, first=unit.first, step=unit.step, limit_s=LIMIT_S):
+        scenario, check = scenarios[unit.scenario], unit.scenario not in checked
+        checked.add(unit.scenario)
+        places = {"first": unit.first, "step": unit.step}
+        for case in sweep(scenario, [faults[unit.fault]], **places, limit_s=LIMIT_S, check=check):
             print(json.dumps(asdict(case) | {"problems": case.problems}), file=words, flush=True)
         print("null", file=words, flush=True)
 

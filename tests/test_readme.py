@@ -40,6 +40,7 @@ EXAMPLES = {
     "Calls from kernels": "15.0",
     "Graphs, streams of others, and lanes": "answer 3.0 5.0",
     "Several GPUs": "[7, 7, 12, 13] [10, 11, 12, 13]",
+    "Testing your program": "4 of 5",
 }
 """The headings with an example, in their order, and what it prints."""
 on_each = pytest.mark.parametrize("heading", EXAMPLES)

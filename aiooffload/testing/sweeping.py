@@ -243,6 +243,7 @@ def sweep(
     first: int = 1,
     step: int = 1,
     limit_s: float = 10.0,
+    check: bool = True,
 ) -> Iterator[Case]:
     """Run ``scenario`` with each fault at each place, and yield how each run has ended.
 
@@ -260,6 +261,8 @@ def sweep(
         The first place that is tried, and how far the next one is from it.
     limit_s
         Seconds after which a run counts as hanging; it is cancelled then.
+    check
+        Whether to run the scenario without any fault first.
 
     Yields
     ------
@@ -275,8 +278,9 @@ def sweep(
     -----
     *Thread.* Each run has an event loop of its own, so no loop may be running in this thread.
     """
-    healthy = run_case(scenario, Fault("none", lambda device, n: None, lambda run, n: True), 0, make, limit_s)
-    assert not healthy.problems, healthy.problems
+    if check:
+        healthy = run_case(scenario, Fault("none", lambda device, n: None, lambda run, n: True), 0, make, limit_s)
+        assert not healthy.problems, healthy.problems
     for fault in faults:
         at = first
         while (case := run_case(scenario, fault, at, make, limit_s)).injected:
