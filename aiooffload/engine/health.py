@@ -185,6 +185,8 @@ class Watchdog:
         if not self._in_flight():
             return
         self._look()
+        if not self._in_flight():  # all has arrived, or the look has found the device lost
+            return
         completed = self._completed()
         self._still_ticks = 0 if completed != self._last else self._still_ticks + 1
         self._last = completed
