@@ -42,6 +42,11 @@ class Unit(NamedTuple):
     fault: str
     first: int
     step: int
+    by_events: bool = False
+    """On a device whose streams cannot write words."""
+
+    def __str__(self) -> str:
+        return f"{self.scenario}{' by events' if self.by_events else ''}, {self.fault}"
 
 
 @dataclass
@@ -68,7 +73,7 @@ class Tally:
 
 def units(only: Sequence[str], step: int) -> list[Unit]:
     """Return everything there is to do, the longest first."""
-    from trials.scenarios import CALLING, SCENARIOS
+    from trials.scenarios import BY_EVENTS, CALLING, SCENARIOS
 
     from aiooffload.testing import FAULTS, TEARS
 
@@ -84,7 +89,9 @@ def units(only: Sequence[str], step: int) -> list[Unit]:
         if name in calling
     ]
     plain = [Unit(name, fault.name, 1, step) for name in chosen for fault in FAULTS]
-    return torn + sorted(plain, key=lambda unit: unit.fault != "dropped")
+    events = [scenario.__name__ for scenario in BY_EVENTS]
+    late = [Unit(name, fault, 1, step, True) for name in chosen if name in events for fault in ("refused", "lost")]
+    return torn + sorted(plain, key=lambda unit: unit.fault != "dropped") + late
 
 
 # -- a process that runs them ------------------------------------------------------------------
@@ -96,19 +103,30 @@ def work(commands: IO[str], words: IO[str]) -> None:
 
     from trials.scenarios import SCENARIOS
 
-    from aiooffload.testing import FAULTS, TEARS, sweep
+    from aiooffload.drivers.host import HostDevice
+    from aiooffload.testing import FAULTS, TEARS, FaultyDevice, sweep
+
+    def limited() -> FaultyDevice:
+        return FaultyDevice(HostDevice(memory_operations=False))
 
     scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
     faults = {fault.name: fault for fault in (*FAULTS, *TEARS)}
     gc.collect()
     gc.freeze()  # what is there by now stays: leaving it out makes the collections of each case cheap
-    checked: set[str] = set()
+    checked: set[tuple[str, bool]] = set()
     for line in commands:
         unit = Unit(*json.loads(line))
-        scenario, check = scenarios[unit.scenario], unit.scenario not in checked
-        checked.add(unit.scenario)
-        places = {"first": unit.first, "step": unit.step}
-        for case in sweep(scenario, [faults[unit.fault]], **places, limit_s=LIMIT_S, check=check):
+        check = (unit.scenario, unit.by_events) not in checked
+        checked.add((unit.scenario, unit.by_events))
+        for case in sweep(
+            scenarios[unit.scenario],
+            [faults[unit.fault]],
+            make=limited if unit.by_events else FaultyDevice,
+            first=unit.first,
+            step=unit.step,
+            limit_s=LIMIT_S,
+            check=check,
+        ):
             print(json.dumps(asdict(case) | {"problems": case.problems}), file=words, flush=True)
         print("null", file=words, flush=True)
 
@@ -156,14 +174,14 @@ async def follow(process: asyncio.subprocess.Process, unit: Unit, tally: Tally) 
             at += unit.step
             how = "does not go on" if process.returncode is None else f"ended with {process.returncode}"
             tally.hangs += 1
-            tally.problems.append(f"{unit.scenario}, {unit.fault} {at}: hang: the process {how}")
+            tally.problems.append(f"{unit} {at}: hang: the process {how}")
             return unit._replace(first=at + unit.step)
         case = json.loads(line)
         if case is None:
             return None
         at = case["at"]
         tally.add(case)
-        say(f"{tally.injected} faults injected; {unit.scenario}, {unit.fault}, place {at}")
+        say(f"{tally.injected} faults injected; {unit} {at}")
 
 
 async def everything(ahead: deque[Unit], workers: int) -> Tally:

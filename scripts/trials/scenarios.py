@@ -440,3 +440,5 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 CALLING: tuple[Scenario, ...] = (calls, batched_calls, mapped_calls, failing_calls, closing)
 """Those whose kernels wait for what they ask, and so can tell that a request was lost."""
+BY_EVENTS: tuple[Scenario, ...] = (opening, chain, two_lanes, graph, traced, calls, cancelled, closing)
+"""Those that also run where streams cannot write words."""
