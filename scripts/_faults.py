@@ -97,10 +97,11 @@ def units(only: Sequence[str], step: int) -> list[Unit]:
 # -- a process that runs them ------------------------------------------------------------------
 
 
-def work(commands: IO[str], words: IO[str]) -> None:
+def work(commands: IO[str], words: IO[str], loop: str) -> None:
     """Do what each line of ``commands`` says, and say what was found, a line for each case."""
     import gc
 
+    from benchmarks.command import loop_factory
     from trials.scenarios import SCENARIOS
 
     from aiooffload.drivers.host import HostDevice
@@ -109,6 +110,8 @@ def work(commands: IO[str], words: IO[str]) -> None:
     def limited() -> FaultyDevice:
         return FaultyDevice(HostDevice(memory_operations=False))
 
+    factory = loop_factory(loop)
+    factory().close()  # libuv keeps a pipe for signals from the first loop of a process on
     scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
     faults = {fault.name: fault for fault in (*FAULTS, *TEARS)}
     gc.collect()
@@ -126,6 +129,7 @@ def work(commands: IO[str], words: IO[str]) -> None:
             step=unit.step,
             limit_s=LIMIT_S,
             check=check,
+            loop_factory=factory,
         ):
             print(json.dumps(asdict(case) | {"problems": case.problems}), file=words, flush=True)
         print("null", file=words, flush=True)
@@ -134,14 +138,14 @@ def work(commands: IO[str], words: IO[str]) -> None:
 # -- the process that hands them out -------------------------------------------------------------
 
 
-async def hand_out(ahead: deque[Unit], tally: Tally) -> None:
+async def hand_out(ahead: deque[Unit], tally: Tally, loop: str) -> None:
     """Give units to one process after another: a new one only where the last has hung or crashed."""
     process: asyncio.subprocess.Process | None = None
     while ahead:
         unit = ahead.popleft()
         if process is None:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, __file__, "--worker"),
+                *(sys.executable, __file__, "--worker", "--loop", loop),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -184,9 +188,9 @@ async def follow(process: asyncio.subprocess.Process, unit: Unit, tally: Tally) 
         say(f"{tally.injected} faults injected; {unit} {at}")
 
 
-async def everything(ahead: deque[Unit], workers: int) -> Tally:
+async def everything(ahead: deque[Unit], workers: int, loop: str) -> Tally:
     tally = Tally()
-    await asyncio.gather(*(hand_out(ahead, tally) for _ in range(workers)))
+    await asyncio.gather(*(hand_out(ahead, tally, loop) for _ in range(workers)))
     return tally
 
 
@@ -201,6 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="host", choices=["host"], help="where faults can be injected: host")
     parser.add_argument("--smoke", action="store_true", help=f"only every {SMOKE_STEP}th place: see that it runs")
     parser.add_argument("--workers", type=int, help="processes at a time (default: one per CPU, at most 8)")
+    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="default: uvloop")
     parser.add_argument("--json", metavar="FILE", help="write the counts there; - for standard output, alone")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, installing nothing")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -215,7 +220,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.worker:
-        work(sys.stdin, sys.stdout)
+        work(sys.stdin, sys.stdout, options.loop)
         return 0
     from benchmarks.command import check_target, say, write
 
@@ -223,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_target(options.json)
         ahead = deque(units(options.scenario, SMOKE_STEP if options.smoke else 1))
-        tally = asyncio.run(everything(ahead, options.workers))
+        tally = asyncio.run(everything(ahead, options.workers, options.loop))
     except (OSError, ValueError) as error:
         print(f"scripts/faults: {error}", file=sys.stderr)
         return 2

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["FAULTS", "TEARS", "Case", "Fault", "Run", "Scenario", "run_case", "sweep"]
 
 _T = TypeVar("_T")
+LoopFactory: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
 _LOOK_S: Final = 0.02
 _PATIENCE_S: Final = 0.15
 """A completion that was dropped is not waited for longer than this, once nothing moves."""
@@ -244,6 +245,7 @@ def sweep(
     step: int = 1,
     limit_s: float = 10.0,
     check: bool = True,
+    loop_factory: LoopFactory | None = None,
 ) -> Iterator[Case]:
     """Run ``scenario`` with each fault at each place, and yield how each run has ended.
 
@@ -263,6 +265,8 @@ def sweep(
         Seconds after which a run counts as hanging; it is cancelled then.
     check
         Whether to run the scenario without any fault first.
+    loop_factory
+        Makes the event loop of a run; an asyncio one by default.
 
     Yields
     ------
@@ -279,11 +283,12 @@ def sweep(
     *Thread.* Each run has an event loop of its own, so no loop may be running in this thread.
     """
     if check:
-        healthy = run_case(scenario, Fault("none", lambda device, n: None, lambda run, n: True), 0, make, limit_s)
+        none = Fault("none", lambda device, n: None, lambda run, n: True)
+        healthy = run_case(scenario, none, 0, make, limit_s, loop_factory)
         assert not healthy.problems, healthy.problems
     for fault in faults:
         at = first
-        while (case := run_case(scenario, fault, at, make, limit_s)).injected:
+        while (case := run_case(scenario, fault, at, make, limit_s, loop_factory)).injected:
             yield case
             at += step
         if case.problems:  # what comes after the last place went wrong all the same
@@ -296,18 +301,25 @@ def run_case(
     at: int,
     make: Callable[[], FaultyDevice] = FaultyDevice,
     limit_s: float = 10.0,
+    loop_factory: LoopFactory | None = None,
 ) -> Case:
     """Run ``scenario`` once with one fault; parameters as for :func:`sweep`."""
     before = Resources.now()
     case = Case(getattr(scenario, "__name__", repr(scenario)), fault.name, at, False)
     with _watched(case):
-        _run(scenario, fault, at, make, limit_s, case)
+        _run(scenario, fault, at, make, limit_s, loop_factory, case)
     case.leaks += before.leaks()
     return case
 
 
 def _run(
-    scenario: Scenario, fault: Fault, at: int, make: Callable[[], FaultyDevice], limit_s: float, case: Case
+    scenario: Scenario,
+    fault: Fault,
+    at: int,
+    make: Callable[[], FaultyDevice],
+    limit_s: float,
+    loop_factory: LoopFactory | None,
+    case: Case,
 ) -> None:
     """Run it on a loop of its own. Nothing of the run is held when this returns."""
     device = make()
@@ -319,7 +331,7 @@ def _run(
         if error is None or not run.explains(error):
             unexplained.append(f"event loop: {context['message']}: {error!r}")
 
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.get_loop().set_exception_handler(on_error)
         outcome = runner.run(_watch(scenario(run), run, limit_s, case))
     case.injected = fault.fired(run, at)
