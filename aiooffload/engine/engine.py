@@ -644,7 +644,8 @@ class Engine:
         if self.lost is not None:
             return
         abandoned = self.board.abandon()
-        _in_use.extend(operation.keep for operation in abandoned)  # a kernel past the hard limit still runs
+        if not error.status:  # it has not faulted: what is on it still runs
+            _in_use.extend(operation.keep for operation in abandoned)
         names, oldest = suspects(abandoned) or error.suspects, first_of_each_lane(abandoned)
         label = self.device.properties.label
         self.lost = lost = DeviceLostError(

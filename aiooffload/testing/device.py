@@ -371,6 +371,11 @@ class FaultyDevice:
         """Load the kernel of the self-test."""
         return self._call("selftest_function", lambda: FaultyFunction(self, self.inner.selftest_function()))
 
+    def rows(self, *box: int) -> Callable[[Any], None] | None:
+        """Return what copies rows faster than ``enqueue_copy_box``, if anything does; no driver call."""
+        call = self.inner.rows(*box)
+        return None if call is None else lambda stream: self._call("rows", lambda: call(_inner(stream)))
+
     def check(self, stream: Stream) -> None:
         """Ask whether the device is well."""
         self._call("check", lambda: self.inner.check(_inner(stream)))

@@ -130,7 +130,7 @@ async def test_words_of_a_launch_start_anew(device_label: str) -> None:
 async def test_message_of_a_kernel_that_gave_up_is_the_loss() -> None:
     """A message in the abort record loses the device at the next look, with its code and text, and names the kernel."""
     # Without a monitor, whose eventfd stays open after a loss.
-    async with calling_rig(open_device(memory_operations=False)) as r:
+    async with calling_rig(open_device(memory_operations=False), bury=True) as r:
         asked = asyncio.Event()
 
         @r.off.host_function
