@@ -2,12 +2,13 @@
 
 Layers, each importing only what stands to its right::
 
-    offload -> engine -> rules, operation, drivers.api, _native -> types, errors
+    group -> offload -> engine -> rules, operation, drivers.api, _native -> types, errors
 
-``offload.py`` is what a program holds, ``kernel.py`` and ``buffer.py`` are what it passes in,
-``operation.py`` is what it gets back. ``engine/`` runs one device under one loop, ``rules/``
-decides and does no I/O, ``drivers/`` are the devices (``cuda`` is the only place that imports
-``cuda.*``), ``_native/`` is the C extension. ``service/`` stands above: it serves programs over HTTP.
+``offload.py`` is what a program holds, ``group.py`` the same for several devices, ``kernel.py`` and
+``buffer.py`` are what it passes in, ``operation.py`` is what it gets back. ``engine/`` runs one
+device under one loop, ``rules/`` decides and does no I/O, ``drivers/`` are the devices (``cuda`` is
+the only place that imports ``cuda.*``), ``_native/`` is the C extension. ``service/``
+stands above: it serves programs over HTTP.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from aiooffload.errors import (
     UsageError,
     WouldBlock,
 )
+from aiooffload.group import OffloadGroup as _OffloadGroup  # noqa: F401  # Offload makes it
 from aiooffload.kernel import In, InOut, Kernel, Launch, Out, Scratch, kernel
 from aiooffload.offload import Offload
 from aiooffload.operation import Operation

@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -37,12 +37,22 @@ class Lease(Generic[_B]):
 
     __slots__ = ("_retire", "block")
 
+    # An entry for each that lives: unlike a number, a list is counted up and down by any thread without a lock.
+    _living: ClassVar[list[None]] = []
+
     def __init__(self, block: _B, retire: Callable[[_B], None]) -> None:
         self.block: Final = block
         self._retire = retire
+        self._living.append(None)
 
     def __del__(self) -> None:
+        self._living.pop()
         self._retire(self.block)
+
+    @classmethod
+    def count(cls) -> int:
+        """Return how many there are in the process."""
+        return len(cls._living)
 
 
 class Allocation:
@@ -60,6 +70,11 @@ class Allocation:
         # The engine it belongs to: memory of another device or Offload is refused.
         self.owner = owner
 
+    @property
+    def plain(self) -> bool:
+        """Whether it was allocated by its engine: then kernels of that device reach it, whatever it is."""
+        return True
+
     def belongs_to(self, engine: OperationOwner) -> bool:
         """Whether ``engine`` may use it."""
         return self.owner is engine
@@ -73,7 +88,7 @@ class Allocation:
 class Foreign:
     """The block of memory that somebody else frees. It keeps what keeps the memory."""
 
-    __slots__ = ("address", "device_type", "host_array", "keep", "nbytes", "owner", "shared")
+    __slots__ = ("address", "device_type", "gpu", "host_array", "keep", "nbytes", "owner", "shared")
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.address: Final = address
@@ -84,6 +99,8 @@ class Foreign:
         self.host_array: NDArray[np.uint8] | None = None
         # DLPack's type of the devices that reach it; None: whichever uses it.
         self.device_type: int | None = None
+        # The ordinal of the GPU whose memory it is; None if that is not known, or others reach it too.
+        self.gpu: int | None = None
         # Set with the first use. Operations in flight hold the block: as long, the history has to be found.
         self.shared: Shared | None = None
 
@@ -110,6 +127,12 @@ class ForeignAllocation(Allocation):
 
     __slots__ = ()
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is a part of such memory."""
+        owner = self.lease.block.owner if self.lease is not None else None
+        return isinstance(owner, Buffer) and owner.allocation.plain
+
     def __init__(self, block: Foreign) -> None:
         super().__init__(Lease(block, lambda _: None), None)
 
@@ -127,8 +150,12 @@ class ForeignAllocation(Allocation):
             if owner.allocation.owner is None:
                 return
             engine = cast("OperationOwner", owner.allocation.owner)  # it is memory of that Offload
+        elif isinstance(owner, PinnedArray):
+            engine = cast("OperationOwner", owner.owner)
         if block.device_type not in (None, CPU if engine.label == "host" else CUDA):
             raise UsageError(f"device {engine.label} does not reach the memory of this array")
+        if block.gpu is not None and engine.label != f"cuda:{block.gpu}":
+            raise UsageError(f"this array is in the memory of cuda:{block.gpu}, not of {engine.label}")
         if isinstance(owner, Buffer):
             self.history = owner.allocation.history
         elif isinstance(owner, PinnedArray):
@@ -314,7 +341,8 @@ class Buffer:
             array.address, nbytes, array.owner, shape=array.shape, dtype=array.dtype, strides=strides
         )
         assert buffer.allocation.lease is not None
-        buffer.allocation.lease.block.device_type = device_type
+        block = buffer.allocation.lease.block
+        block.device_type, block.gpu = device_type, array.gpu
         return buffer
 
     # -- for other libraries ---------------------------------------------------------------
@@ -568,9 +596,13 @@ class PinnedArray:
     array made from it is gone and no copy uses it.
     """
 
-    __slots__ = ("__weakref__", "_array", "history", "lease")
+    __slots__ = ("__weakref__", "_array", "history", "lease", "owner")
 
-    def __init__(self, lease: Lease[RegisteredMemory], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, lease: Lease[RegisteredMemory], owner: object, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        # The engine it belongs to, which orders its uses.
+        self.owner: Final = owner
         # None once closed. Operations in flight have their own reference.
         self.lease: Lease[RegisteredMemory] | None = lease
         self.history: Final = History()

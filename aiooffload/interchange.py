@@ -37,6 +37,8 @@ class Described(NamedTuple):
     """What keeps the memory."""
     stream: int | None
     """The producer's, on which the memory is valid; None if it is by now."""
+    gpu: int | None = None
+    """The ordinal of the GPU whose memory it is; None if others reach it too, or nobody says."""
 
 
 def is_array(value: object) -> bool:
@@ -50,10 +52,15 @@ def is_array(value: object) -> bool:
 def describe(value: Any, device_type: int) -> Described:
     """Describe an array that a device of ``device_type`` can reach; raises UsageError."""
     if device_type == CUDA and hasattr(value, "__cuda_array_interface__"):
-        return _by_interface(value, value.__cuda_array_interface__)
-    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        return _by_dlpack(value, device_type)
-    raise UsageError(f"{type(value).__name__} is no array that the device reaches")
+        array = _by_interface(value, value.__cuda_array_interface__)
+    elif hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+        array = _by_dlpack(value, device_type)
+    else:
+        raise UsageError(f"{type(value).__name__} is no array that the device reaches")
+    if not hasattr(value, "__dlpack_device__"):
+        return array
+    kind, index = value.__dlpack_device__()
+    return array._replace(gpu=int(index) if kind == CUDA else None)
 
 
 def _by_interface(value: object, interface: dict[str, Any]) -> Described:

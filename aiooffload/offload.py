@@ -11,7 +11,7 @@ from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, overload
 
 from aiooffload.buffer import Buffer, PinnedArray
 from aiooffload.engine.engine import Engine
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aiooffload.drivers.api import Device, DeviceProperties
     from aiooffload.engine.bound import BoundLaunch
     from aiooffload.engine.lanes import Lane
+    from aiooffload.errors import DeviceLostError
     from aiooffload.kernel import Kernel
     from aiooffload.rules.geometry import Dimensions
     from aiooffload.rules.wake import WakeMode
@@ -47,7 +48,8 @@ class Offload:
     ----------
     device
         ``"auto"`` (the first GPU, or the host device where no driver or no GPU exists),
-        ``"cuda:N"`` or ``"host"``.
+        ``"cuda:N"`` or ``"host"``. Or several: ``"cuda:*"`` is every GPU, ``"cuda:0,cuda:2"`` are those named. Then
+        what follows is what each of them has, and the methods choose among them, as the Notes say.
     lanes
         Streams to spread operations over, 1 to 256; or how many there are of each priority, as
         ``{0: 16, -1: 4}``, where smaller numbers are more urgent and 0 is what an operation has
@@ -76,6 +78,14 @@ class Offload:
         ``cuda.core.MemoryResource``, or what has its ``allocate(nbytes, stream=...)``, whose result has
         ``handle`` and ``close(stream)``. For GPUs. Neither call may wait for kernels, as ``cudaFree`` does;
         the memory is aligned to 256 bytes. It has to live as long as the Offload.
+    hard_timeout_s
+        Seconds that a launch may run, counted from when nothing was left that it had to wait for on the device; by
+        default it may run for ever. Nothing but the end of the process stops a kernel, so one that is past it
+        counts as a lost device: everything fails with DeviceLostError, and memory in use stays as it is. It does not
+        count what is on adopted streams; it counts waiting for what :meth:`order` names.
+    on_lost
+        Called as ``on_lost(error)`` with the DeviceLostError, once, on the loop's thread, after everything has
+        failed with it: the place to have the process replaced. What it raises goes to the loop's exception handler.
 
     Raises
     ------
@@ -90,7 +100,16 @@ class Offload:
     *Thread.* It belongs to the loop and thread that entered it. From another thread go through
     ``asyncio.run_coroutine_threadsafe``. A forked child cannot use it.
     *Ordering.* See ``ordering``. Lanes run independently of each other.
+    *Several devices.* A submission goes to the device of the lane that it names, or of its Buffers, which have to be
+    of one device (``copy`` moves between two: it goes to that of ``dst``), or else to the one with the least work, and
+    among equals the least memory in use. So do ``empty``, ``zeros``, ``put`` and ``pinned``. ``off.devices`` are the
+    Offloads of one device each, for what is a matter of one: its ``properties``, a ``trace``, a stream to ``adopt``.
+    Operations of one may stand in ``after`` of another, which waits for them on the host. A GPU that is lost takes
+    the others of the process with it; each error says which one it was.
     """
+
+    _of_several: ClassVar[type[Offload]]
+    """The class for several devices, which builds on this one; ``group.py`` sets it."""
 
     def __init__(
         self,
@@ -105,6 +124,8 @@ class Offload:
         call_timeout_s: float = 30.0,
         scratch_keep_bytes: int = 128 << 20,
         allocator: Any = None,
+        hard_timeout_s: float | None = None,
+        on_lost: Callable[[DeviceLostError], object] | None = None,
     ) -> None:
         # None before it was entered, and in a forked child.
         self._engine: Engine | None = None
@@ -119,6 +140,8 @@ class Offload:
             raise UsageError(f"lanes is 1 to 256, some of them of priority 0, not {lanes}")
         if not isinstance(device, str):
             raise UsageError(f'device is a label such as "auto", "cuda:0" or "host", not {device!r}')
+        if type(self) is Offload and ("," in device or device.endswith(":*")):
+            self.__class__ = self._of_several  # not by __new__, whose signature would hide this one
         if wake not in ("hybrid", "interrupt", "poll"):
             raise UsageError(f'wake is "hybrid", "interrupt" or "poll", not {wake!r}')
         if ordering not in ("program", "explicit"):
@@ -135,6 +158,10 @@ class Offload:
             raise UsageError(f"scratch_keep_bytes is at least 0, not {scratch_keep_bytes}")
         if allocator is not None and not callable(getattr(allocator, "allocate", None)):
             raise UsageError(f"an allocator has a method allocate(nbytes, stream=...), {allocator!r} has none")
+        if hard_timeout_s is not None and not (isinstance(hard_timeout_s, int | float) and hard_timeout_s > 0):
+            raise UsageError(f"hard_timeout_s is a number of seconds above 0, or None, not {hard_timeout_s!r}")
+        if on_lost is not None and not callable(on_lost):
+            raise UsageError(f"on_lost is called with the error, {on_lost!r} cannot be")
         self._device = device
         self._options: Final[dict[str, Any]] = {
             "lanes": counts,
@@ -146,6 +173,8 @@ class Offload:
             "call_timeout_s": call_timeout_s,
             "scratch_keep_nbytes": scratch_keep_bytes,
             "allocator": allocator,
+            "hard_timeout_s": hard_timeout_s,
+            "on_lost": on_lost,
         }
 
     # -- opening and closing ---------------------------------------------------------------
@@ -929,6 +958,11 @@ class Offload:
     async def room(self) -> None:
         """Wait until a submission would not raise WouldBlock for ``max_pending``."""
         await self._open_engine().lanes.room()
+
+    @property
+    def devices(self) -> tuple[Offload, ...]:
+        """The Offloads of one device each that this one consists of; itself, if it is of one."""
+        return (self,)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

@@ -320,6 +320,7 @@ class Gates:
             return
         problems: list[str] = []
         with unraisable_into(problems):
+            getattr(item, "funcargs", {}).clear()  # the fixtures are over: what they gave is held for nobody
             gc.collect()
         problems += self.baseline.leaks()
         problems += self.loop_errors.texts

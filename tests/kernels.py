@@ -21,6 +21,7 @@ import numpy as np
 
 import aiooffload as ao
 from aiooffload.drivers.host import HostDevice
+from aiooffload.engine import engine as engines
 
 DEADLINE_S = 8.0
 LIMIT_S = 10.0
@@ -241,6 +242,7 @@ class Rig:
             operation.exception()
         device = getattr(self.device, "inner", self.device)
         await asyncio.to_thread(device.close)
+        engines._in_use.clear()  # nothing of it uses anything any more
         if engine.completion.armed:
             with contextlib.suppress(OSError):
                 os.close(engine.completion._eventfd)

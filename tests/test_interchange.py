@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,7 +210,7 @@ def test_broadcast_and_reversed_arrays_are_refused() -> None:
 async def test_gpu_arrays_are_described_by_their_interface() -> None:
     """Address, shape, strides and dtype are those that the interface says; a host Offload does not take them."""
     array = Interface(strides=(16, 4))
-    assert describe(array, CUDA) == (0x1000, (2, 3), (16, 4), np.dtype("f4"), False, array, None)
+    assert describe(array, CUDA) == (0x1000, (2, 3), (16, 4), np.dtype("f4"), False, array, None, None)
     assert describe(Interface(stream=7), CUDA).stream == 7
     buffer = ao.Buffer.from_dlpack(array)
     assert (buffer.address, buffer.shape, buffer.strides) == (0x1000, (2, 3), (16, 4))
@@ -220,6 +221,27 @@ async def test_gpu_arrays_are_described_by_their_interface() -> None:
         with pytest.raises(ao.UsageError, match="does not reach"):
             r.off.get(buffer)
         await r.launch(nothing)
+
+
+class OnGpu(Interface):
+    """Says which GPU it is on, as torch's and CuPy's arrays do."""
+
+    def __init__(self, kind: int, index: int) -> None:
+        super().__init__()
+        self.device = kind, index
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+
+def test_the_array_of_another_gpu_is_refused() -> None:
+    """A kernel that reads the memory of another GPU would end the process; managed memory is everybody's."""
+    engine: Any = SimpleNamespace(label="cuda:0")
+    with pytest.raises(ao.UsageError, match="in the memory of cuda:1, not of cuda:0"):
+        ao.Buffer.from_dlpack(OnGpu(2, 1)).allocation.belongs_to(engine)
+    assert ao.Buffer.from_dlpack(OnGpu(2, 0)).allocation.belongs_to(engine)
+    assert ao.Buffer.from_dlpack(OnGpu(13, 1)).allocation.belongs_to(engine)
+    assert ao.Buffer.from_dlpack(Interface()).allocation.belongs_to(engine)
 
 
 # Types

@@ -41,7 +41,8 @@ EXAMPLES = {
     "Calls from kernels": "15.0",
     "Graphs, streams of others, and lanes": "answer 3.0 5.0",
     "Serving": "[[2.0, 2.0, 2.0, 2.0]]",
-    "Several GPUs": "[7, 7, 2, 3] [0, 1, 2, 3]",
+    "Several GPUs": "[7, 7, 12, 13] [10, 11, 12, 13]",
+    "Testing your program": "4 of 5",
 }
 """The headings with an example, in their order, and what it prints."""
 on_each = pytest.mark.parametrize("heading", EXAMPLES)

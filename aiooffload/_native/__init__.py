@@ -35,6 +35,7 @@ from aiooffload._native._core import (
     dlpack_export,
     dlpack_import,
     now_ns,
+    open_handles,
     pack,
     timer_slack,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "dlpack_export",
     "dlpack_import",
     "now_ns",
+    "open_handles",
     "pack",
     "timer_slack",
 ]

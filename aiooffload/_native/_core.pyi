@@ -8,6 +8,9 @@ from typing import Any, Protocol, Self
 def now_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds."""
 
+def open_handles() -> tuple[int, int]:
+    """(streams, events) of any driver that were neither closed nor collected."""
+
 class Word:
     """A 64-bit word in memory shared with a device. ``owner`` is kept alive."""
 
@@ -152,6 +155,11 @@ class LaneQueue:
         """Take an operation whose mark ``next_sequence`` was enqueued. Raises IndexError when full."""
     def due_ns(self) -> int:
         """When the oldest operation is expected to be done, 0 if unknown, on the clock of now_ns."""
+    def running_since_ns(self) -> int:
+        """When the last of what the oldest operation had to wait for was seen done, on the clock of now_ns.
+
+        0 if it still waits for another lane, or nothing is in flight.
+        """
     def operations(self) -> list[Any]: ...
 
 class Board:
@@ -306,7 +314,7 @@ class CudaStream:
     @property
     def handle(self) -> int: ...
     def bind_marks(self, slot: Word, bell: Word) -> None: ...
-    def enqueue_kernel(self, plan: LaunchPlan, prepared: Any, operation: Operation, sequence: int) -> None: ...
+    def enqueue_kernel(self, plan: LaunchPlan, prepared: Any, operation: Operation | None, sequence: int) -> None: ...
     def enqueue_mark(self, sequence: int) -> None: ...
     def enqueue_write(self, word: Word, value: int) -> None: ...
     def enqueue_wait(self, word: Word, value: int) -> None: ...

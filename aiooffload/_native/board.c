@@ -68,6 +68,7 @@ void ao_queue_push(AoQueue *self, AoOperation *op, int64_t started_ns) {
     op->tiny = op->plan && ao_plan_is_tiny((AoPlan *)op->plan);
     if (!op->tiny) self->heavy++;
     op->waited = (char)waits_elsewhere(op->deps, self);
+    if (op->waited) Py_XSETREF(op->behind, Py_NewRef(op->deps));
     set_unmarked(self, op->coarse);
     Py_XSETREF(op->queue, Py_NewRef(self));
 }
@@ -119,6 +120,19 @@ static int64_t queue_due(const AoQueue *self) {
     return (started > self->last_done_ns ? started : self->last_done_ns) + expected;
 }
 
+static PyObject *queue_running_since_ns(AoQueue *self, PyObject *Py_UNUSED(ignored)) {
+    if (!self->in_flight) return PyLong_FromLong(0);
+    const AoOperation *op = self->ring[self->head];
+    int64_t since = self->started_ns[self->head];
+    if (self->last_done_ns > since) since = self->last_done_ns;
+    for (Py_ssize_t i = 0; op->behind && i < PyList_GET_SIZE(op->behind); i++) {
+        const AoOperation *dep = (AoOperation *)PyList_GET_ITEM(op->behind, i);
+        if (!dep->finished) return PyLong_FromLong(0);
+        if (dep->finished_ns > since) since = dep->finished_ns;
+    }
+    return PyLong_FromLongLong(since);
+}
+
 static PyObject *queue_due_ns(AoQueue *self, PyObject *Py_UNUSED(ignored)) {
     return PyLong_FromLongLong(queue_due(self));
 }
@@ -164,6 +178,8 @@ static PyMethodDef queue_methods[] = {
     {"marked", (PyCFunction)queue_marked, METH_NOARGS, "The mark of what was pushed last was enqueued after all."},
     {"attach", (PyCFunction)queue_attach, METH_VARARGS, "Name the stream and the lane it belongs to."},
     {"due_ns", (PyCFunction)queue_due_ns, METH_NOARGS, "When the oldest operation is expected to be done, 0 if unknown."},
+    {"running_since_ns", (PyCFunction)queue_running_since_ns, METH_NOARGS,
+     "When nothing was left that the oldest operation had to wait for, 0 if it still has."},
     {"operations", (PyCFunction)queue_operations, METH_NOARGS, "The operations in flight, oldest first."},
     {NULL, NULL, 0, NULL},
 };

@@ -201,6 +201,7 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_DECREF(self);
         return fail("cuEventCreate", status);
     }
+    ao_open_events++;
     return (PyObject *)self;
 }
 
@@ -241,13 +242,19 @@ static PyObject *event_elapsed_ns(CudaEvent *self, PyObject *value) {
 
 static PyObject *event_close(CudaEvent *self, PyObject *Py_UNUSED(ignored)) {
     int status = 0;
-    if (self->event) WITHOUT_INTERPRETER(cu.event_destroy(self->event));
+    if (self->event) {
+        ao_open_events--;
+        WITHOUT_INTERPRETER(cu.event_destroy(self->event));
+    }
     self->event = NULL;
     return none_or_fail("cuEventDestroy", status);
 }
 
 /* A handle that nobody closed goes with the process: after a fault no driver call is allowed. */
-static void event_dealloc(CudaEvent *self) { Py_TYPE(self)->tp_free((PyObject *)self); }
+static void event_dealloc(CudaEvent *self) {
+    if (self->event) ao_open_events--;
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
 
 static PyObject *event_handle(CudaEvent *self, void *Py_UNUSED(c)) {
     return PyLong_FromUnsignedLongLong((uintptr_t)self->event);
@@ -296,6 +303,7 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->stream = (void *)(uintptr_t)handle;
     self->context = (void *)(uintptr_t)context;
     self->owned = (char)owned;
+    if (handle && owned) ao_open_streams++;
     self->is_default = handle == LEGACY_STREAM || handle == PER_THREAD_STREAM;
     return (PyObject *)self;
 }
@@ -628,12 +636,16 @@ static PyObject *stream_capturing(CudaStream *self, PyObject *Py_UNUSED(ignored)
 
 static PyObject *stream_close(CudaStream *self, PyObject *Py_UNUSED(ignored)) {
     int status = 0;
-    if (self->stream && self->owned) WITHOUT_INTERPRETER(cu.stream_destroy(self->stream));
+    if (self->stream && self->owned) {
+        ao_open_streams--;
+        WITHOUT_INTERPRETER(cu.stream_destroy(self->stream));
+    }
     self->stream = NULL;
     return none_or_fail("cuStreamDestroy", status);
 }
 
 static void stream_dealloc(CudaStream *self) {
+    if (self->stream && self->owned) ao_open_streams--;
     Py_CLEAR(self->slot);
     Py_CLEAR(self->bell);
     Py_TYPE(self)->tp_free((PyObject *)self);

@@ -254,10 +254,13 @@ static PyObject *context_streams(HostContext *self, void *Py_UNUSED(closure)) {
 static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {NULL};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":HostEvent", names)) return NULL;
-    return type->tp_alloc(type, 0);
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self) ao_open_events++;
+    return self;
 }
 
 static void event_dealloc(HostEvent *self) {
+    if (!self->closed) ao_open_events--;
     point_release(self->latest);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -280,6 +283,7 @@ static PyObject *event_elapsed_ns(HostEvent *self, PyObject *since) {
 }
 
 static PyObject *event_close(HostEvent *self, PyObject *Py_UNUSED(ignored)) {
+    if (!self->closed) ao_open_events--;
     self->closed = 1;
     point_release(self->latest);
     self->latest = NULL;
@@ -625,6 +629,7 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (self->next) self->next->previous = self;
     context->first = self;
     context->open++;
+    ao_open_streams++;
     return (PyObject *)self;
 }
 
@@ -659,6 +664,7 @@ static void stream_destroy(HostStream *self) {
 /* run() holds a reference, so no thread is in here any more. */
 static void stream_dealloc(HostStream *self) {
     PyObject_GC_UnTrack(self);
+    if (!self->closing) ao_open_streams--;
     if (self->next) self->next->previous = self->previous;
     if (self->previous) self->previous->next = self->next;
     else self->context->first = self->next;
@@ -675,7 +681,10 @@ static PyObject *stream_close(HostStream *self, PyObject *Py_UNUSED(ignored)) {
     self->closing = 1;
     pthread_mutex_unlock(&self->mutex);
     pthread_cond_signal(&self->filled);
-    if (first) self->context->open--;
+    if (first) {
+        self->context->open--;
+        ao_open_streams--;
+    }
     drop_used(self);
     Py_RETURN_NONE;
 }

@@ -5,8 +5,15 @@ static PyObject *now_ns(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
     return PyLong_FromLongLong(ao_now_ns());
 }
 
+Py_ssize_t ao_open_streams, ao_open_events;
+
+static PyObject *open_handles(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+    return Py_BuildValue("(nn)", ao_open_streams, ao_open_events);
+}
+
 static PyMethodDef functions[] = {
     {"now_ns", now_ns, METH_NOARGS, "CLOCK_MONOTONIC in nanoseconds."},
+    {"open_handles", open_handles, METH_NOARGS, "(streams, events) of any driver that are open and held."},
     {"pack", ao_pack, METH_VARARGS, "Pack kernel parameters; None if one needs the slow path."},
     {"dlpack_export", ao_dlpack_export, METH_VARARGS, "Describe memory in a DLPack capsule."},
     {"dlpack_import", ao_dlpack_import, METH_O, "Take what a DLPack capsule describes."},

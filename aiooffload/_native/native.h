@@ -23,6 +23,9 @@ static inline void ao_pause(void) {
 #endif
 }
 
+/* module.c: streams and events of any driver that were neither closed nor collected; with the interpreter. */
+extern Py_ssize_t ao_open_streams, ao_open_events;
+
 /* Sequence numbers wrap: compare by difference, as the device's GEQ wait does. */
 static inline int ao_reached(uint64_t have, uint64_t want) { return (int64_t)(have - want) >= 0; }
 
@@ -84,6 +87,7 @@ typedef struct {
     PyObject *callbacks;      /* NULL or a list of (callable, context) */
     /* What the engine keeps with it; this file and the board only hold them. NULL reads as None. */
     PyObject *owner, *name, *lane, *deps, *requires, *prepared, *steps, *stop, *followers, *kind;
+    PyObject *behind;         /* what `deps` was as of its push, if `waited`; NULL once it is finished */
     int64_t nbytes;           /* what it moves, as far as anybody wants to know: 0 for a launch */
     int holds;
     int priority;

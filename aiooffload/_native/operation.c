@@ -78,6 +78,7 @@ int ao_operation_finish(AoOperation *op, PyObject *result, PyObject *failure) {
     PyObject *waiters = op->waiters, *callbacks = op->callbacks, *keep = op->keep, *arrival = op->arrival;
     op->waiters = op->callbacks = op->keep = op->arrival = NULL;
     Py_CLEAR(op->requires); /* or a chain of operations keeps all of them */
+    Py_CLEAR(op->behind);
     int status = 1;
     if (waiters && wake_waiters(waiters) < 0) status = -1;
     for (Py_ssize_t i = 0; status > 0 && callbacks && i < PyList_GET_SIZE(callbacks); i++) {
@@ -389,7 +390,7 @@ static int operation_init(AoOperation *self, PyObject *args, PyObject *kwargs) {
 /* Every object member but the loop, which is never NULL. */
 #define MEMBERS(X)                                                                                                     \
     X(plan) X(keep) X(arrival) X(result) X(failure) X(waiters) X(callbacks) X(queue) X(owner) X(name) X(lane) X(deps)  \
-    X(requires) X(prepared) X(steps) X(stop) X(followers) X(kind)
+    X(requires) X(prepared) X(steps) X(stop) X(followers) X(kind) X(behind)
 
 static int operation_traverse(AoOperation *self, visitproc visit, void *arg) {
     Py_VISIT(self->loop);

@@ -402,7 +402,15 @@ class Device(Protocol):
         """Load a compiled kernel; *maintenance*. *Thread:* any. *HIP:* hipModuleLoadData, hipModuleGetFunction."""
 
     def selftest_function(self) -> Function:
-        """Load a kernel that does nothing and takes no parameters; *maintenance*."""
+        """Load the driver's own kernels, and return one that does nothing and takes no parameters; *maintenance*."""
+
+    def rows(self, *box: int) -> Callable[[Any], None] | None:
+        """Return what enqueues the copy of ``box`` on a stream faster than ``enqueue_copy_box``; None if nothing does.
+
+        ``box`` has the arguments of ``enqueue_copy_box`` but for peers; both sides are memory that kernels of this
+        device reach. It is a kernel of the driver's, which waits for those that fill the device. None before
+        ``selftest_function``. *HIP:* a kernel, too.
+        """
 
     def check(self, stream: Stream) -> None:
         """Ask the driver whether the device is still well; raises DeviceLostError. Never waits."""

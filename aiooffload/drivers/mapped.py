@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from aiooffload._native import Word
 from aiooffload.errors import ClosedError, OutOfMemoryError
 
-__all__ = ["MappedMemory"]
+__all__ = ["MappedMemory", "registered"]
 
 _mappings: Final[weakref.WeakSet[mmap.mmap]] = weakref.WeakSet()  # of every MappedMemory, as long as mapped
+
+
+registered: Final[weakref.WeakSet[MappedMemory]] = weakref.WeakSet()
+"""Those that a driver has registered, until it unmaps them; kept by the drivers."""
 
 
 def _keep_mappings() -> None:
@@ -44,7 +48,7 @@ class MappedMemory:
         The host cannot map so much.
     """
 
-    __slots__ = ("_array", "_map", "device_address", "host_address", "nbytes")
+    __slots__ = ("__weakref__", "_array", "_map", "device_address", "host_address", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes: Final[int] = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -76,6 +80,7 @@ class MappedMemory:
 
     def unmap(self) -> None:
         """Give the memory back, now or when the last view or word of it goes."""
+        registered.discard(self)
         self._array = None
         mapping, self._map = self._map, None
         if mapping is not None and mapping in _mappings:

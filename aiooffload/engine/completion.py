@@ -31,6 +31,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiooffload._native import Board, Timer, Word, now_ns, timer_slack
+from aiooffload.engine.closing import close_all
 from aiooffload.engine.health import as_loss
 from aiooffload.errors import DeviceLostError, DriverError
 from aiooffload.operation import Operation
@@ -100,13 +101,10 @@ class EventMarks:
 
     def close(self) -> None:
         """Destroy the events."""
-        for event in self._free:
-            event.close()
-        for pending in self._pending.values():
-            for event, _ in pending:
-                event.close()
-        self._free.clear()
+        pending = [event for events in self._pending.values() for event, _ in events]
+        free, self._free = self._free, []
         self._pending.clear()
+        close_all(event.close for event in (*free, *pending))
 
 
 class Calls(Protocol):

@@ -28,7 +28,7 @@ from aiooffload.operation import Operation
 from aiooffload.rules.copyplan import Step, c_strides, parts, plan, span
 
 if TYPE_CHECKING:
-    from aiooffload.drivers.api import RegisteredMemory, Stream
+    from aiooffload.drivers.api import Device, RegisteredMemory, Stream
     from aiooffload.engine.lanes import Lane, Lanes
 
 __all__ = [
@@ -177,8 +177,10 @@ class Copies:
         Starts a background task of the engine.
     owner
         The engine, as its operations name it.
-    max_pitch
-        The largest pitch that the device takes.
+    device
+        Where they are made.
+    crowded
+        Whether kernels may be on the device that fill it and wait for the host.
     """
 
     def __init__(
@@ -189,9 +191,12 @@ class Copies:
         offload: Callable[..., Awaitable[Any]],
         spawn: Callable[[Any], asyncio.Task[None]],
         owner: Any,
-        max_pitch: int,
+        device: Device,
+        crowded: Callable[[], bool],
     ) -> None:
-        self._max_pitch = max_pitch
+        self._max_pitch = device.properties.max_pitch
+        self._device = device
+        self._crowded = crowded
         self._portions: dict[Lane, asyncio.Semaphore] = {}
         self._lanes = lanes
         self._small = small
@@ -217,7 +222,8 @@ class Copies:
             yield lambda stream: stream.enqueue_fill(filled, pattern, nbytes // len(pattern))
             for part in parts(shape, itemsize, nbytes):
                 sizes = tuple(one.stop - one.start for one in part)
-                yield from self._calls(sizes, itemsize, place.part(part), Place(filled, c_strides(sizes, itemsize)))
+                staged = Place(filled, c_strides(sizes, itemsize))
+                yield from self._calls(sizes, itemsize, place.part(part), staged, within=target.allocation.plain)
 
         operation.keep = scratch.open_lease()
         self._send(operation, calls(), None)
@@ -231,10 +237,15 @@ class Copies:
         source: Place,
         result: object = None,
         peers: tuple[int, ...] = (),
+        within: bool = False,
     ) -> None:
-        """Copy between device memory and pinned memory, or between two devices: ``peers``, by their handles."""
+        """Copy between any two of device memory and pinned memory.
+
+        ``peers`` are the handles of two devices between which it goes, and ``within`` says that kernels of this
+        device reach both sides.
+        """
         outcome = None if result is None else lambda: result
-        self._send(operation, self._calls(shape, itemsize, target, source, peers), outcome)
+        self._send(operation, self._calls(shape, itemsize, target, source, peers, within), outcome)
 
     def host_to_device(self, operation: Operation[Any], target: Place, source: NDArray[Any], result: object) -> None:
         """Copy pageable memory; a small source is read now, a large one until the operation is done."""
@@ -268,7 +279,13 @@ class Copies:
     # -- driver calls ----------------------------------------------------------------------
 
     def _calls(
-        self, shape: tuple[int, ...], itemsize: int, target: Place, source: Place, peers: tuple[int, ...] = ()
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        target: Place,
+        source: Place,
+        peers: tuple[int, ...] = (),
+        within: bool = False,
     ) -> Iterator[Call]:
         """Plan a copy, now, and make its calls as they are asked for."""
         to, dst_strides = target
@@ -276,7 +293,16 @@ class Copies:
         if itemsize == 1 and dst_strides == src_strides == _BYTES:  # what most copies are needs no planning
             return iter((_call(to, at, shape[0], None, peers),) if shape[0] else ())
         steps = plan(shape, itemsize, dst_strides, src_strides, max_pitch=self._max_pitch)
-        return (_call(to + step.dst_offset, at + step.src_offset, step.width, step, peers) for step in steps)
+        make = self._rows if within and steps.first is not None and steps.first.dimensions > 1 else _call
+        return (make(to + step.dst_offset, at + step.src_offset, step.width, step, peers) for step in steps)
+
+    def _rows(self, target: int, source: int, width: int, step: Step, peers: tuple[int, ...]) -> Call:
+        """Copy by a kernel if that is faster, and nobody has to fear that it waits for a kernel that waits for it."""
+        plain = _call(target, source, width, step, peers)
+        kernel = self._device.rows(target, source, *step[2:])
+        if kernel is None:
+            return plain
+        return lambda stream: (plain if self._crowded() else kernel)(stream)
 
     def _send(self, operation: Operation[Any], calls: Iterator[Call], outcome: Callable[[], object] | None) -> None:
         """Make ``calls`` what it has to do, and ``outcome()`` its result; many calls go in portions."""

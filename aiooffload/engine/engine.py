@@ -11,14 +11,16 @@ import os
 from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from aiooffload._native import Board, Launcher
+from aiooffload._native import Board, Launcher, now_ns
 from aiooffload.buffer import Allocation, Buffer
 from aiooffload.drivers import open_device
 from aiooffload.engine.adopted import Adoptions
+from aiooffload.engine.closing import close_all
 from aiooffload.engine.completion import Completion, EventMarks
 from aiooffload.engine.copies import (
     INLINE_NBYTES,
@@ -96,6 +98,12 @@ class Engine:
         The largest block of scratch that is kept between launches.
     allocator
         Where device memory comes from, instead of the device's own pool.
+    hard_timeout_s
+        How long a launch may run before the device counts as lost; None: for ever.
+    on_lost
+        Called with the error once the device is lost.
+    made
+        Takes the calls that give back what was made here, for the case that it fails.
     """
 
     def __init__(
@@ -112,6 +120,9 @@ class Engine:
         call_timeout_s: float,
         scratch_keep_nbytes: int,
         allocator: object | None,
+        hard_timeout_s: float | None,
+        on_lost: Callable[[DeviceLostError], object] | None,
+        made: list[Callable[[], object]],
     ) -> None:
         if allocator is not None:
             device.use_allocator(allocator)
@@ -119,6 +130,8 @@ class Engine:
         self.device: Final = device
         self.label: Final = device.properties.label
         self._calling_lanes = calling_lanes
+        self._hard_timeout_s = hard_timeout_s
+        self._tell_lost = on_lost
         # A program with a graph of its own names operations, and must not wait for others by accident.
         self._precise = not program_order
         # What a submission raises from now on; None while open.
@@ -141,7 +154,8 @@ class Engine:
         self.scratch: Final = ScratchCache(self.memory, self.loop, self, scratch_keep_nbytes, kept)
         self.board: Final = Board()
         words = self.memory.register((sum(lanes.values()) + 3) * _WORD_STRIDE)
-        self._make_lanes(lanes, depth, words, max_pending)
+        made.append(lambda: device.unregister(words))
+        self._make_lanes(lanes, depth, words, max_pending, made)
         self.launcher: Final = Launcher(
             self.board,
             self.loop,
@@ -192,13 +206,23 @@ class Engine:
             lambda: device.check(self.lanes.lanes[0].stream),
             self.lose,
             self._warn_stall,
+            self._check_limit,
         )
 
-    def _make_lanes(self, counts: dict[int, int], depth: int, words: RegisteredMemory, max_pending: int) -> None:
+    def _make_lanes(
+        self,
+        counts: dict[int, int],
+        depth: int,
+        words: RegisteredMemory,
+        max_pending: int,
+        made: list[Callable[[], object]],
+    ) -> None:
         device, properties, count = self.device, self.device.properties, sum(counts.values())
         self._bell = bell = words.word(0)
         self._monitor = device.create_stream()
+        made.append(self._monitor.close)
         self._idle_stream = device.create_stream()
+        made.append(self._idle_stream.close)
         self._idle_stream.bind_marks(words.word((count + 1) * _WORD_STRIDE), words.word((count + 2) * _WORD_STRIDE))
         # No monitor before the self-test has shown that it works: it arms one wait, and only one.
         policy = WakePolicy(self._wake_mode, spins=properties.spins, monitor=False)
@@ -217,15 +241,14 @@ class Engine:
         # The launch path takes the first ones.
         priorities = [priority for priority in sorted(counts, key=bool) for _ in range(counts[priority])]
         groups = {p: (first := priorities.index(p), first + counts[p]) for p in counts}
+        lanes: list[Lane] = []
         try:
-            lanes = [
-                self._make_lane(i, words.word((i + 1) * _WORD_STRIDE), bell, depth, priority, apart=priority != 0)
-                for i, priority in enumerate(priorities)
-            ]
+            for i, priority in enumerate(priorities):
+                slot = words.word((i + 1) * _WORD_STRIDE)
+                lanes.append(self._make_lane(i, slot, bell, depth, priority, apart=priority != 0))
+                made.append(lanes[i].close)
         except BaseException:
             self.completion.stop(lost=False)
-            for memory in self.memory.close():
-                device.unregister(memory)
             raise
         self.lanes = Lanes(self.board, lanes, groups, self.completion, max_pending, self.lose, self._check_drained)
 
@@ -304,18 +327,22 @@ class Engine:
         if isinstance(device, str):
             device = await _open(loop, device)
         executor = ThreadPoolExecutor(2, thread_name_prefix="aiooffload-worker")
+        made: list[Callable[[], object]] = [device.close]
         try:
-            engine = cls(device, executor, **options)
-        except BaseException:
+            engine = cls(device, executor, made=made, **options)
+        except BaseException as error:
             executor.shutdown(wait=False)
-            await loop.run_in_executor(_calls, device.close)
+            if not isinstance(error, DeviceLostError):  # then the driver is not called any more
+                await barrier.run(lambda: close_all(reversed(made)), _calls)
             raise
         barrier.join(engine)
         if device.properties.process_wide_faults:
             loss.join(engine)
         try:
             await engine._prepare()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, DeviceLostError):
+                engine.lose(error)
             await engine.aclose(_CLOSE_FAILED_S)
             raise
         return engine
@@ -326,9 +353,15 @@ class Engine:
         small = await self.offload(self.memory.register, SMALL_BLOCKS * INLINE_NBYTES)
         large = await self.offload(self.memory.register, LARGE_BLOCKS * PIECE_NBYTES)
         staging = Staging(large, PIECE_NBYTES, MOST_LARGE_BLOCKS, lambda: self._spawn(self._grow(staging)))
-        max_pitch = self.device.properties.max_pitch
         self.copies = Copies(
-            self.lanes, Staging(small, INLINE_NBYTES), staging, self.offload, self._spawn, self, max_pitch
+            self.lanes,
+            Staging(small, INLINE_NBYTES),
+            staging,
+            self.offload,
+            self._spawn,
+            self,
+            self.device,
+            lambda: barrier.calling > 0,
         )
         self.transfers = Transfers(self.loop, self.memory, self.copies, self.submission.submit, self, self.check_open)
         if not self.device.properties.memory_operations:
@@ -524,11 +557,29 @@ class Engine:
             in_flight=[repr(op) for lane in self.lanes.lanes for op in lane.queue.operations()[:1]],
         )
 
+    def _check_limit(self) -> None:
+        """Give the device up if a launch is past the hard limit: nothing but the end of the process stops a kernel."""
+        if self._hard_timeout_s is None:
+            return
+        latest = now_ns() - self._hard_timeout_s * 1e9
+        for lane in self.lanes.lanes:
+            if 0 < lane.queue.running_since_ns() < latest:
+                name = lane.queue.operations()[0].name
+                text = (
+                    f"{name} on lane {lane.index} is past hard_timeout_s={self._hard_timeout_s:g} and cannot be stopped"
+                )
+                self.lose(DeviceLostError(text, operation=name, lane=lane.index))
+                return
+
     # -- off the loop's thread -------------------------------------------------------------
 
     async def offload(self, call: Callable[..., _T], *args: Any) -> _T:
         """Run a call that waits for no kernel on a worker thread."""
-        return await self.loop.run_in_executor(self._executor, call, *args)
+        try:
+            return await self.loop.run_in_executor(self._executor, call, *args)
+        except DeviceLostError as error:
+            self.lose(error)
+            raise
 
     async def maintain(self, call: Callable[[], _T]) -> _T:
         """Run a call that waits for everything in flight, behind the barrier."""
@@ -593,6 +644,8 @@ class Engine:
         if self.lost is not None:
             return
         abandoned = self.board.abandon()
+        if not error.status:  # it has not faulted: what is on it still runs
+            _in_use.extend(operation.keep for operation in abandoned)
         names, oldest = suspects(abandoned) or error.suspects, first_of_each_lane(abandoned)
         label = self.device.properties.label
         self.lost = lost = DeviceLostError(
@@ -608,6 +661,8 @@ class Engine:
             loss.latch(lost, self)
         self._stop_everything(abandoned, lost)
         log.error("device lost", device=label, status=error.status, suspects=oldest)
+        if self._tell_lost is not None:
+            self.loop.call_soon(self._tell_lost, lost)  # after those who are woken; what it raises is the loop's
 
     def _stop_everything(self, abandoned: list[Any], failure: BaseException) -> None:
         self.launcher.ready = False
@@ -678,10 +733,9 @@ class Engine:
         self.reverse.close()
         if self.lanes.recorder is not None:
             self.lanes.recorder.release()
-        for lane in self.lanes.lanes:
-            lane.close()
-        self._monitor.close()
-        self._idle_stream.close()
+        if self.lost is not None:  # found out by giving the channel's memory back
+            return
+        close_all([*(lane.close for lane in self.lanes.lanes), self._monitor.close, self._idle_stream.close])
         self.scratch.stop()
         registered = self.memory.close()
         # A task of its own: past the deadline the call, which may wait for somebody else's kernel,
@@ -690,9 +744,7 @@ class Engine:
         await asyncio.shield(last)
 
     def _unregister(self, registered: list[RegisteredMemory]) -> None:
-        for memory in registered:
-            self.device.unregister(memory)
-        self.device.close()
+        close_all([*(partial(self.device.unregister, memory) for memory in registered), self.device.close])
 
 
 async def _open(loop: asyncio.AbstractEventLoop, label: str) -> Device:

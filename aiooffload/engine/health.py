@@ -2,7 +2,7 @@
 
 A fault is found only by asking, and after one no mark ever arrives, so without this an await would
 hang for ever. On the same tick it
-looks at the slots, so that a lost bell costs milliseconds rather than an await.
+looks at the slots, so that a lost bell costs milliseconds rather than an await, and for launches past the hard limit.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ class Watchdog:
         Told of a loss.
     on_stall
         Told once when nothing has moved for ``STALL_S`` seconds.
+    check_limit
+        Tells of a loss if a launch is past the hard limit.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Watchdog:
         check: Callable[[], None],
         on_lost: Callable[[DeviceLostError], None],
         on_stall: Callable[[float], None],
+        check_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
         self._in_flight = in_flight
@@ -145,6 +148,7 @@ class Watchdog:
         self._check = check
         self._on_lost = on_lost
         self._on_stall = on_stall
+        self._check_limit = check_limit
         # None while nothing is in flight: an idle engine wakes nobody.
         self._handle: asyncio.TimerHandle | None = None
         self._last = 0
@@ -181,12 +185,15 @@ class Watchdog:
         if not self._in_flight():
             return
         self._look()
+        if not self._in_flight():  # all has arrived, or the look has found the device lost
+            return
         completed = self._completed()
         self._still_ticks = 0 if completed != self._last else self._still_ticks + 1
         self._last = completed
         # Also while marks arrive: after a fault on one lane, others may go on for seconds.
         if not self._ask():
             return
+        self._check_limit()
         if self._still_ticks * TICK_S >= STALL_S > (self._still_ticks - 1) * TICK_S:
             self._on_stall(STALL_S)
         if self._in_flight():

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import Board, LaneQueue
+from aiooffload.engine.closing import close_all
 from aiooffload.engine.health import as_loss
 from aiooffload.errors import DeviceLostError, DriverError, UsageError
 from aiooffload.operation import Operation
@@ -79,9 +80,7 @@ class Positions:
 
     def close(self) -> None:
         """Destroy the events."""
-        for event in self._events:
-            if event is not None:
-                event.close()
+        close_all(event.close for event in self._events if event is not None)
 
 
 class Lane(Line[Operation[Any]]):
@@ -159,8 +158,7 @@ class Lane(Line[Operation[Any]]):
 
     def close(self) -> None:
         """Destroy the stream and its events."""
-        self._positions.close()
-        self.stream.close()
+        close_all((self._positions.close, self.stream.close))
 
     def __repr__(self) -> str:
         return f"<aiooffload.Lane {self.index}, {self.in_flight} in flight, {len(self.waiting)} waiting>"

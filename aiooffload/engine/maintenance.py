@@ -63,6 +63,10 @@ class Barrier:
         with self._lock:
             self._participants.pop(participant, None)
 
+    def count(self) -> int:
+        """Return how many participants there are."""
+        return len(self._participants)
+
     def count_calling(self, change: int, here: asyncio.AbstractEventLoop) -> None:
         """So many more kernels that call are on a device. When there are none, pauses that were asked for begin."""
         with self._lock:

@@ -6,11 +6,13 @@ import asyncio
 import math
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import numpy as np
 
 from aiooffload.buffer import Allocation, Buffer, Lease, PinnedArray
+from aiooffload.engine.closing import close_all
 from aiooffload.errors import DeviceLostError, OutOfMemoryError, UsageError
 
 if TYPE_CHECKING:
@@ -100,6 +102,11 @@ class Returns(Generic[_T]):
         self._given.clear()
 
 
+def _put_back(pool: dict[int, list[RegisteredMemory]], memory: RegisteredMemory) -> None:
+    """Keep registered memory for the next who wants some of its size. On any thread."""
+    pool.setdefault(memory.nbytes, []).append(memory)
+
+
 class Memory:
     """Memory of one engine.
 
@@ -182,7 +189,7 @@ class Memory:
             return
         self.allocated_bytes -= block.nbytes
         try:
-            self._device.free(block)
+            close_all([lambda: self._device.free(block)])
         except DeviceLostError as error:
             self._loss = error
             self._on_lost(error)
@@ -207,10 +214,8 @@ class Memory:
         rounded = 1 << max(nbytes - 1, 4095).bit_length()
         kept = self._wanted_pinned.get(rounded)
         memory = kept.pop() if kept else await register(rounded)
-        return PinnedArray(Lease(memory, self._give_back_pinned), sizes, kind)
-
-    def _give_back_pinned(self, memory: RegisteredMemory) -> None:
-        self._wanted_pinned.setdefault(memory.nbytes, []).append(memory)
+        # Arrays hold the lease, and the collector does not see through an array: nothing here may lead to the engine.
+        return PinnedArray(Lease(memory, partial(_put_back, self._wanted_pinned)), self._owner, sizes, kind)
 
     # -- the end ---------------------------------------------------------------------------
 

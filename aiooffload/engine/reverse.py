@@ -148,8 +148,10 @@ class Reverse:
     async def _make(self) -> None:
         try:
             opened = await self._open()
-        except BaseException:
+        except BaseException as error:
             self._opening = None
+            if isinstance(error, DeviceLostError):
+                self._on_lost(error)
             raise
         shared = opened.shared
         self.channel = Channel(shared.host_address, shared.array, self._loop, self.functions, self)

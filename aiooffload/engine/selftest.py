@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from aiooffload._native import now_ns
+from aiooffload.errors import DriverError
 from aiooffload.operation import Operation
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ async def selftest(lanes: list[Lane], completion: Completion, look: Callable[[],
     To be run alone, behind the maintenance barrier. ``look`` finishes what has arrived.
     """
     completion.arm()
-    operations = [_launch(lane, function) for lane in lanes]
+    try:
+        operations = [_launch(lane, function) for lane in lanes]
+    except DriverError:  # some run: closing waits for them, and for the monitor
+        completion.cancel_monitor()
+        completion.notice()
+        raise
     stalled = not await _until(lambda: look() >= 0 and all(op.finished for op in operations))
     completion.cancel_monitor()
     woken = await _until(lambda: not completion.armed)
@@ -45,6 +51,7 @@ async def selftest(lanes: list[Lane], completion: Completion, look: Callable[[],
 def _launch(lane: Lane, function: Function) -> Operation[None]:
     """Run the kernel with a mark that leaves the bell alone, since the bell would end the wait."""
     operation: Operation[None] = Operation(asyncio.get_running_loop(), None, "self-test")
+    operation.add_done_callback(Operation.look)  # nobody awaits it: a failure is that of opening
     plan = function.plan((1, 1, 1), (1, 1, 1), 0, None, False)
     sequence = lane.queue.next_sequence
     lane.stream.enqueue_kernel(plan, function.prepare(plan, ()), operation, 0)

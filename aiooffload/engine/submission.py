@@ -6,7 +6,7 @@ Everything is checked before anything is changed, so a submission that raises ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextvars import copy_context
 from functools import partial
 from inspect import isawaitable, iscoroutine, iscoroutinefunction
@@ -128,6 +128,8 @@ class Submission:
         self._check_open = check_open
         self._cancel = cancel
         self._on_lost = on_lost
+        # The engines whose operations may stand in after= as well: those of one Offload of several devices.
+        self.kin: Collection[OperationOwner] = ()
 
     # -- launches --------------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ class Submission:
         return operation
 
     def stand_in(
-        self, name: str, memory: Allocation, writes: bool, begin: Callable[[], None]
+        self, name: str, memory: Allocation | PinnedArray, writes: bool, begin: Callable[[], None]
     ) -> tuple[Operation[None], Callable[[], None]]:
         """Submit what stands for the use of ``memory`` by another engine, and return what ends it.
 
@@ -470,6 +472,8 @@ class Submission:
                         "or submit there through asyncio.run_coroutine_threadsafe"
                     )
                 awaitables.append(item)
+            elif item.owner in self.kin and item.owner is not self._owner:
+                awaitables.append(item)
             elif item.owner is not self._owner:
                 raise UsageError(f"{item!r} in after= belongs to another Offload")
             else:
@@ -485,7 +489,8 @@ class Submission:
             if cause is None:
                 self._lanes.release(operation)
                 return
-            self._lanes.stop(operation, dependency_error(f"an awaitable that {operation.name} came after", cause))
+            what = repr(awaitable) if isinstance(awaitable, Operation) else "an awaitable"
+            self._lanes.stop(operation, dependency_error(f"{what} that {operation.name} came after", cause))
 
         future.add_done_callback(over)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload._native import now_ns
+from aiooffload.engine.closing import close_all
 from aiooffload.errors import DeviceLostError, DriverError
 from aiooffload.rules.tie import MOVE_NS, Tie
 from aiooffload.rules.timeline import Recorded, Served
@@ -69,8 +69,9 @@ class Tracer:
         self._idle = idle
         self._lanes = lanes
         self._on_lost = on_lost
-        # What is not done, by operation; its events are here, in _free, or the reference.
         self._open: dict[Operation[Any], _Entry] = {}
+        # All that were made, until they are destroyed; and those of them that nothing uses.
+        self._events: list[TimedEvent] = []
         self._free: list[TimedEvent] = []
         # Zero of the device's clock, and where that is on the host's; None before begin() and after release().
         self._reference: TimedEvent | None = None
@@ -183,7 +184,10 @@ class Tracer:
     # -- times -----------------------------------------------------------------------------
 
     def _take(self) -> TimedEvent:
-        return self._free.pop() if self._free else self._device.create_timed_event()
+        if self._free:
+            return self._free.pop()
+        self._events.append(self._device.create_timed_event())
+        return self._events[-1]
 
     def _mark(self, stream: Stream) -> TimedEvent | None:
         """Record an event; None where the driver has none to give: an operation does not fail for its trace."""
@@ -219,7 +223,7 @@ class Tracer:
         except DeviceLostError as error:
             self._on_lost(error)
         except DriverError:
-            return  # the host's times have to do, and the events are not used again
+            return  # the host's times have to do, and its events are not used again
 
     def _read_times(self, entry: _Entry, before: TimedEvent, reference: TimedEvent) -> None:
         if not before.query():
@@ -256,22 +260,20 @@ class Tracer:
         """Read what can be read and destroy the events; from here on the host's times have to do."""
         for entry in self._open.values():
             self._read(entry)
-        events = [event for entry in self._open.values() for event in (entry.before, entry.after) if event is not None]
-        if self._reference is not None:
-            events.append(self._reference)
-        events += self._free
+        events, self._events = self._events, []
         self._reference = None
         self._free.clear()
         self.uncertainty_ns = max(self.uncertainty_ns, self._tie.uncertainty_ns)
         if self._lanes.dead is None:
-            for event in dict.fromkeys(events):
-                with suppress(DriverError):  # of a device that was closed while the trace began
-                    event.close()
+            close_all(event.close for event in events)
 
     def end(self) -> None:
         """Record nothing any more."""
         self.ended_ns = now_ns()
-        self.release()
+        try:
+            self.release()
+        except DeviceLostError as error:
+            self._on_lost(error)
         for operation in self._open:
             operation.remove_done_callback(self._done)
         self._open.clear()

@@ -158,10 +158,10 @@ class Transfers:
         if isinstance(src, PinnedArray):
             uses.append((src, False))
             source = Place(src.open_lease().block.device_address, layout.src_strides)
-            self._copies.direct(operation, layout.shape, layout.itemsize, target, source, result)
+            self._submit_direct(operation, layout, target, source, uses, terms, result)
         else:
             self._copies.host_to_device(operation, target, layout.of(host), result)
-        self._submit(operation, uses, terms, keep=src)
+            self._submit(operation, uses, terms, keep=src)
         return operation
 
     def _to_host(
@@ -183,14 +183,18 @@ class Transfers:
         if isinstance(dst, PinnedArray):
             uses.append((dst, True))
             target = Place(dst.open_lease().block.device_address, layout.dst_strides)
-            self._copies.direct(operation, layout.shape, layout.itemsize, target, source, result)
+            self._submit_direct(operation, layout, target, source, uses, terms, result)
         else:
             self._copies.device_to_host(operation, layout.of(host), source, result)
-        self._submit(operation, uses, terms, keep=dst)
+            self._submit(operation, uses, terms, keep=dst)
         return operation
 
     def _on_device(self, dst: Buffer, src: Buffer, extent: int | Sequence[int] | None, terms: Terms) -> Operation[None]:
-        visited = self._elsewhere(dst, src)
+        for buffer in (dst, src):
+            buffer.check_open()
+        ours = [buffer.allocation.belongs_to(self._owner) for buffer in (dst, src)]  # both: the first to ask has it
+        if not any(ours):
+            raise UsageError("both buffers belong to another Offload")
         layout = _match(dst, src, extent)
         shape, itemsize, dst_strides, src_strides, flat = layout
         target, source = Place(dst.address, dst_strides), Place(src.address, src_strides)
@@ -201,25 +205,34 @@ class Transfers:
             raise UsageError("source and destination overlap")
         operation: Operation[None] = Operation(self._loop, self._owner, "copy")
         operation.kind, operation.nbytes = "copy", layout.nbytes
-        uses = [(dst.allocation, True), (src.allocation, False)]
-        if visited is None:
-            self._copies.direct(operation, shape, itemsize, target, source)
-            self._submit(operation, uses, terms)
-            return operation
-        theirs = uses.pop(visited is src)
-        with visit(*theirs, operation) as (turn, peers):
-            self._copies.direct(operation, shape, itemsize, target, source, peers=peers)
-            self._submit(operation, uses, terms.also_after(turn), keep=theirs[0].lease)
+        within = dst.allocation.plain and src.allocation.plain
+        uses: list[tuple[Allocation | PinnedArray, bool]] = [(dst.allocation, True), (src.allocation, False)]
+        self._submit_direct(operation, layout, target, source, uses, terms, within=within)
         return operation
 
-    def _elsewhere(self, dst: Buffer, src: Buffer) -> Buffer | None:
-        """Check both and return the one that belongs to another Offload, if one of them does."""
-        for buffer in (dst, src):
-            buffer.check_open()
-        others = [buffer for buffer in (dst, src) if not buffer.allocation.belongs_to(self._owner)]
-        if len(others) == 2:
-            raise UsageError("both buffers belong to another Offload")
-        return others[0] if others else None
+    def _submit_direct(
+        self,
+        operation: Operation[Any],
+        layout: _Layout,
+        target: Place,
+        source: Place,
+        uses: list[tuple[Allocation | PinnedArray, bool]],
+        terms: Terms,
+        result: object = None,
+        *,
+        within: bool = False,
+    ) -> None:
+        """Submit a copy that needs no staging, one side of which may belong to another Offload."""
+        shape, itemsize = layout.shape, layout.itemsize
+        theirs = next((use for use in uses if use[0].owner is not self._owner), None)
+        if theirs is None:
+            self._copies.direct(operation, shape, itemsize, target, source, result, within=within)
+            self._submit(operation, uses, terms)
+            return
+        uses.remove(theirs)
+        with visit(*theirs, operation) as (turn, peers):
+            self._copies.direct(operation, shape, itemsize, target, source, result, peers=peers)
+            self._submit(operation, uses, terms.also_after(turn), keep=theirs[0].lease)
 
     def _check(self, buffer: Buffer) -> None:
         if not isinstance(buffer, Buffer):

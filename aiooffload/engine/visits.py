@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from aiooffload.buffer import PinnedArray
 from aiooffload.errors import UsageError
 from aiooffload.operation import Operation
 
@@ -24,7 +25,7 @@ __all__ = ["visit"]
 
 @contextmanager
 def visit(
-    memory: Allocation, writes: bool, operation: Operation[Any]
+    memory: Allocation | PinnedArray, writes: bool, operation: Operation[Any]
 ) -> Iterator[tuple[list[Awaitable[None]], tuple[int, ...]]]:
     """Let ``operation``, which the body submits, use memory of another engine in its turn there.
 
@@ -39,7 +40,7 @@ def visit(
     ------
     list, tuple
         What the operation has to come after, nothing where it is the memory's turn already; and the ``peers`` of its
-        driver calls.
+        driver calls, which pinned memory has none of: every device reaches it.
 
     Raises
     ------
@@ -58,7 +59,8 @@ def visit(
     standing.add_done_callback(lambda standing: _end_turn(turn, standing.look()))
     waits = standing.deps is not None
     target, source = (there.device, here.device) if writes else (here.device, there.device)
-    peers = () if target.handle == source.handle else (target.handle, source.handle)
+    pinned = isinstance(memory, PinnedArray)
+    peers = () if pinned or target.handle == source.handle else (target.handle, source.handle)
     try:
         yield ([turn] if waits else []), peers
     except BaseException:
@@ -73,8 +75,10 @@ def visit(
             memory.close()  # nobody looks at that device any more, and it may still write here
         leave()
 
+    finish = operation.arrival or Operation.finish
+
     def arrived(operation: Operation[Any]) -> None:
-        operation.finish()
+        finish(operation)
         leave()  # now: whoever awaited the copy may use the memory there at once
 
     operation.add_done_callback(ended)

@@ -311,6 +311,12 @@ class Scheduler(Generic[_W, _L]):
         first, last = self.groups.get(lane.priority, (0, 0))
         return first <= lane.index < last and lane is self.lanes[lane.index]
 
+    def has(self, lane: object) -> bool:
+        """Whether it is a lane of this scheduler, of whatever kind."""
+        if not isinstance(lane, Line):
+            return False
+        return lane in self.adopted or (lane.index < len(self.lanes) and lane is self.lanes[lane.index])
+
     @property
     def open(self) -> list[_L]:
         """The lanes that take any operation."""

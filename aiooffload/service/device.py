@@ -46,9 +46,13 @@ _operations: ContextVar[list[Operation[Any]] | None] = ContextVar("aiooffload_op
 class ServedOffload(Offload):
     """The Offload that handlers get: it knows which operations belong to which call."""
 
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, on_lost=lambda error: self.lost.set(), **options)
+        self.lost = asyncio.Event()
+
     @property
     def loss(self) -> DeviceLostError | None:
-        """Why the device is lost, if it is."""
+        """Why the device is lost: known before ``lost`` is set, and before any handler goes on."""
         return None if self._engine is None else self._engine.lost
 
     def launch(self, *args: Any, **kwargs: Any) -> Operation[None]:
@@ -171,7 +175,6 @@ class DeviceProcess:
         self._off = off
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._stopped = asyncio.Event()  # by the front: what was called is still answered
-        self._lost = asyncio.Event()
         self._beat_due = 0.0
         self._beat_handle: asyncio.TimerHandle | None = None
 
@@ -187,20 +190,19 @@ class DeviceProcess:
                 "endpoints": [endpoint.declaration.as_message() for endpoint in self._app.endpoints.values()],
             }
         )
-        gc.freeze()  # what is there now stays: no need to look at it again with every few calls
         self._beat()
         self._link.receive(self._on_message)
         try:
-            await _first_of(self._stopped, self._lost, self._link.closed)
+            await _first_of(self._stopped, self._off.lost, self._link.closed)
             if self._link.closed.is_set():
                 for task in self._tasks.values():
                     task.cancel()
-            if self._tasks and not self._lost.is_set():
+            if self._tasks and not self._off.lost.is_set():
                 await self._finish_calls()
         finally:
             if self._beat_handle is not None:
                 self._beat_handle.cancel()
-        if self._lost.is_set():
+        if self._off.lost.is_set():
             self._link.send({"kind": "lost", "text": str(self._off.loss)})
             return EXIT_LOST
         await self._app.stop(self._off)
@@ -208,7 +210,7 @@ class DeviceProcess:
 
     async def _finish_calls(self) -> None:
         """Wait until every call has been answered, or the device is lost."""
-        lost = asyncio.ensure_future(self._lost.wait())
+        lost = asyncio.ensure_future(self._off.lost.wait())
         try:
             while self._tasks and not lost.done():
                 await asyncio.wait((*self._tasks.values(), lost), return_when=asyncio.FIRST_COMPLETED)
@@ -248,7 +250,6 @@ class DeviceProcess:
         if follower is not None:
             follower.cancel()
         if self._off.loss is not None:  # nothing that was computed since can be trusted
-            self._lost.set()
             return
         head, outputs = answer
         head |= {"call": number, "handler_s": time.perf_counter() - began, "device_s": _device_s(operations)}
@@ -297,7 +298,6 @@ class DeviceProcess:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._off.loss is not None:
-            self._lost.set()
             return
         lag_s = max(0.0, now - self._beat_due) if self._beat_due else 0.0
         stats = self._off.stats()
@@ -340,6 +340,7 @@ async def serve(connection: socket.socket) -> int:
         app = load_app(configuration["app"])
         off = ServedOffload(configuration["device"], **configuration["offload"])
         async with off:
+            gc.freeze()  # what is there now stays: no need to look at it again with every few calls
             status = await DeviceProcess(link, app, off).run()
             if status == EXIT_LOST:
                 await link.close()

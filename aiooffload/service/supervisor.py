@@ -23,6 +23,8 @@ __all__ = ["Call", "DeviceProcess", "Settings", "Slot", "StartFailed", "Supervis
 
 START_FAILURES_ALLOWED: Final = 5
 """After so many starts in a row that failed the worker counts as dead."""
+HARD_MARGIN_S: Final = 1.0
+"""The device process ends launches over the hard limit itself, and knows which; this is for when it does not."""
 STEADY_S: Final = 10.0
 """A process that was up for so long is no part of a crash loop."""
 LONGEST_BACKOFF_S: Final = 30.0
@@ -224,7 +226,7 @@ class DeviceProcess(asyncio.Protocol):
         limit = self._settings.hard_timeout_s
         if limit and self.calls:
             began, _ = next(iter(self.calls.values()))
-            if self._loop.time() - began > limit:
+            if self._loop.time() - began > limit + HARD_MARGIN_S:
                 self._end(f"a call took longer than the hard limit of {limit:g} s")
 
     # -- the end: everything comes here ----------------------------------------------------

@@ -73,7 +73,7 @@ class Worker:
         self.config = config
         settings = Settings(
             app=app,
-            offload={"lanes": config.lanes},
+            offload={"lanes": config.lanes, "hard_timeout_s": config.hard_timeout_s or None},
             log_format=config.log_format,
             log_level=config.log_level,
             start_timeout_s=config.start_timeout_s,

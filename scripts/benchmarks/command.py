@@ -1,4 +1,4 @@
-"""What the commands of ``scripts/bench`` have in common: options, the loop, progress, where figures go."""
+"""What ``scripts/bench`` and other scripts have in common: options, the loop, progress, where figures go."""
 
 from __future__ import annotations
 
@@ -46,11 +46,16 @@ def run(
         return 2
     say("")
     show(figures, sys.stderr if options.json == "-" else sys.stdout)
-    if options.json == "-":
-        print(json.dumps(figures, indent=2))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+    write(options.json, figures)
     return 0
+
+
+def write(target: str | None, figures: dict[str, Any]) -> None:
+    """Write the figures where ``--json`` says, if it was given."""
+    if target == "-":
+        print(json.dumps(figures, indent=2))
+    elif target:
+        Path(target).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def check_target(target: str | None) -> None:

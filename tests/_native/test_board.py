@@ -256,6 +256,49 @@ def test_a_lane_without_its_board_refuses() -> None:
     assert queue.due_ns() == 0
 
 
+def test_since_when_the_oldest_can_have_been_running() -> None:
+    """Since its push, or the end of the last that it came after, on its lane or another; not before all are over."""
+    board = Board()
+    one, two = (board.add(word(), 4) for _ in range(2))
+    assert one.running_since_ns() == 0
+    before = now_ns()
+    (first,) = fill(one, 1)
+    since = one.running_since_ns()
+    assert before <= since <= now_ns()
+    behind = make()
+    behind.deps = [first]
+    two.push(behind)
+    behind.deps = None  # as the engine leaves it
+    (second,) = fill(one, 1)
+    assert two.running_since_ns() == 0
+    assert one.running_since_ns() == since
+    reach(one, first.sequence)
+    assert board.poll() == 1
+    assert one.running_since_ns() == two.running_since_ns() == first.finished_ns > since
+    reach(one, second.sequence)
+    assert board.poll() == 1
+    assert one.running_since_ns() == 0
+    assert two.running_since_ns() == first.finished_ns
+
+
+def test_what_an_operation_waited_for_goes_with_its_end() -> None:
+    """It is held while the operation is in flight, so that its end is known, and no longer."""
+    board = Board()
+    one, two = (board.add(word(), 4) for _ in range(2))
+    (first,) = fill(one, 1)
+    behind = make()
+    behind.deps = [first]
+    two.push(behind)
+    behind.deps = None
+    reach(one, 1)
+    board.poll()
+    count = sys.getrefcount(first)
+    reach(two, 1)
+    board.poll()
+    gc.collect()
+    assert sys.getrefcount(first) == count - 1
+
+
 def test_a_lane_is_made_by_its_board() -> None:
     """A lane queue of its own would have no board."""
     with pytest.raises(TypeError):

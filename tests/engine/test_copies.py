@@ -28,6 +28,7 @@ from aiooffload.engine.copies import (
     SMALL_BLOCKS,
     Staging,
 )
+from aiooffload.engine.maintenance import barrier
 from aiooffload.rules.copyplan import span
 from tests.kernels import SpyDevice, nothing, rig, turns, until
 from tests.rules.test_copyplan import Side, side
@@ -503,6 +504,62 @@ async def test_one_call_where_one_can_do_it() -> None:
         assert count_calls(device) == {"enqueue_fill": 1, **box}
         await off.put(host.transpose(2, 0, 1))
         assert count_calls(device) == one
+
+
+class RowsDevice(SpyDevice):
+    """A device that has a kernel for rows; what that was asked to copy is in ``copied``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[tuple[int, ...]] = []
+
+    def rows(self, *box: int) -> Callable[[Any], None]:
+        def call(stream: Any) -> None:
+            self.copied.append(box)
+            stream.enqueue_copy_box(*box)
+
+        return call
+
+
+async def test_rows_within_the_device_are_a_kernels() -> None:
+    """Rows go by the device's kernel where both sides are memory that it allocated, and what is contiguous never."""
+    device = RowsDevice()
+    async with rig(device, load=False) as r:
+        off = r.off
+        a, b = await off.put(np.arange(600).reshape(20, 30)), off.zeros((20, 30), np.int64)
+        part = ao.Buffer.from_pointer(a.address, a.nbytes, a, shape=a.shape, dtype=a.dtype)
+        array = np.zeros((20, 30), np.int64)
+        other = ao.Buffer.from_pointer(array.ctypes.data, array.nbytes, array, shape=a.shape, dtype=a.dtype)
+        pinned = await off.pinned(a.shape, a.dtype)
+        for dst, src, kernels in (
+            (b[:, :7], a[:, :7], 1),
+            (b[:, 7:], part[:, 7:], 1),
+            (other[:, :7], a[:, :7], 0),
+            (b[:, :7], other[:, :7], 0),
+            (pinned, a[:, :5], 0),
+            (b, a, 0),
+        ):
+            device.copied.clear()
+            await off.copy(dst, src, (20, 5) if dst is pinned else None)
+            assert len(device.copied) == kernels
+        assert np.array_equal(await off.get(b), await off.get(a))
+        device.copied.clear()
+        await off.fill(b[:, 3:9], 7)
+        assert len(device.copied) == 1
+
+
+async def test_no_kernel_for_rows_beside_one_that_calls() -> None:
+    """While a kernel that calls is on the device, which may wait for this very copy, the copy engine does it."""
+    device = RowsDevice()
+    async with rig(device, load=False) as r:
+        a, b = await r.off.put(np.arange(600).reshape(20, 30)), r.off.zeros((20, 30), np.int64)
+        barrier.count_calling(1, asyncio.get_running_loop())
+        await r.off.copy(b[:, :7], a[:, :7])
+        assert not device.copied
+        barrier.count_calling(-1, asyncio.get_running_loop())
+        await r.off.copy(b[:, 7:], a[:, 7:])
+        assert len(device.copied) == 1
+        assert np.array_equal(await r.off.get(b), await r.off.get(a))
 
 
 def transposed(buffer: ao.Buffer) -> ao.Buffer:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 import aiooffload as ao
 from aiooffload.engine.copies import LARGE_BLOCKS, PIECE_NBYTES
-from tests.kernels import SpyDevice, add, nothing, rig, turns, until
+from aiooffload.testing import FaultyDevice, open_offload
+from tests.kernels import SpyDevice, add, hold_write, nothing, rig, turns, until
 
 
 @pytest.mark.all_loops
@@ -121,6 +126,62 @@ async def test_terminate_while_room_and_drain_wait() -> None:
         assert isinstance(op.exception(), ao.ClosedError)
 
 
+class Owner:
+    """Somebody else's memory, a word."""
+
+    def __init__(self, value: int) -> None:
+        self.array = np.full(1, value, np.uint64)
+
+
+@pytest.mark.all_loops
+async def test_a_launch_past_the_hard_limit() -> None:
+    """It cannot be stopped, so the device counts as lost: everything fails, what is in use stays, on_lost() is told."""
+    told: list[ao.DeviceLostError] = []
+    async with rig(lanes=3, hard_timeout_s=0.1, on_lost=told.append, bury=True) as r:
+        owner = Owner(1)
+        kept = weakref.ref(owner)
+        x = ao.Buffer.from_pointer(owner.array.ctypes.data, 8, owner, shape=(1,), dtype=np.uint64)
+        gate = r.gate()
+        stuck = r.launch(hold_write, gate.address, x, np.uint64(9), lane=r.off.lanes[1])
+        elsewhere = r.launch(nothing, lane=r.off.lanes[0], after=[stuck])  # in flight as well, but it waits
+        behind = r.launch(add, x, 1)
+        waiting = r.launch(nothing, after=[asyncio.get_running_loop().create_future()])
+        for op in (stuck, elsewhere, behind, waiting):
+            with pytest.raises(ao.DeviceLostError, match=r"hold_write on lane 1 is past hard_timeout_s=0\.1"):
+                await op
+        await turns()
+        assert [error.lane for error in told] == [1]
+        assert told[0] is stuck.exception()
+        with pytest.raises(ao.DeviceLostError):
+            r.launch(nothing)
+        del x, owner, stuck, elsewhere, behind, waiting, op
+        gc.collect()
+        assert kept() is not None  # the kernel still writes there
+    assert len(told) == 1
+
+
+async def test_what_on_lost_raises_is_the_loops(loop_errors: list[dict[str, Any]]) -> None:
+    """An exception of on_lost() goes to the loop's exception handler, and the loss goes its way."""
+
+    def broken(error: ao.DeviceLostError) -> None:
+        raise ValueError("no")
+
+    device = SpyDevice()
+    async with rig(device, on_lost=broken, bury=True) as r:
+        device.lost = True
+        with pytest.raises(ao.DeviceLostError):
+            await r.off.get(r.word())
+        await turns()
+        assert [type(context["exception"]) for context in loop_errors].count(ValueError) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"hard_timeout_s": 0}, {"hard_timeout_s": "1"}, {"on_lost": 5}], ids=str)
+def test_limits_that_are_none(wrong: dict[str, Any]) -> None:
+    """A limit is a number above 0, and on_lost can be called."""
+    with pytest.raises(ao.UsageError, match=next(iter(wrong))):
+        ao.Offload("host", **wrong)
+
+
 @pytest.mark.all_loops
 async def test_drain(device_label: str) -> None:
     """drain() waits for what was submitted before and meanwhile, and raises nothing of theirs."""
@@ -185,3 +246,70 @@ async def test_depth_of_the_driver_is_never_reached(device_label: str) -> None:
         r.open_all()
         await ops[-1]
         await until(lambda: all(op.done() for op in ops))
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+async def test_opening_that_fails_gives_everything_back(at: int) -> None:
+    """Whichever stream or memory is refused while opening: what was made before it is given back, one by one."""
+    device = FaultyDevice()
+    device.fail({"create_stream", "register"}, ao.OutOfMemoryError, at=at)
+    with pytest.raises(ao.OutOfMemoryError):
+        await ao.Offload(lanes=2)._enter(device)
+    assert device.closed
+    assert device.left() == {}
+
+
+@pytest.mark.parametrize("call", ["create_stream", "register", "selftest_function", "plan", "enqueue_write"])
+async def test_a_loss_while_opening(call: str) -> None:
+    """A device that is lost while it is opened is not called again."""
+    device = FaultyDevice()
+    device.lose(call, at=2 if call in ("create_stream", "register") else 1)
+    with pytest.raises(ao.DeviceLostError):
+        async with open_offload(device, lanes=2):
+            raise AssertionError("it was opened")
+    assert device.problems == []
+
+
+@pytest.mark.parametrize("call", ["close_stream", "close_event", "unregister", "free", "close"])
+async def test_closing_goes_on_past_a_refusal(call: str) -> None:
+    """What the driver fails to take back is logged; everything else is given back, and the device is closed."""
+    device = FaultyDevice()
+    with structlog.testing.capture_logs() as lines:
+        async with open_offload(device, lanes=2) as off:
+            x = off.empty(4, np.uint8)
+            first = off.fill(x, 1, lane=off.lanes[0])
+            await off.fill(off.empty(4, np.uint8), 2, lane=off.lanes[1], after=[first])
+            device.fail(call)
+    assert len(device.injected) == 1
+    assert device.closed
+    assert device.left() == {}
+    assert [line["log_level"] for line in lines] == ["warning"]
+
+
+async def test_a_loss_that_a_worker_thread_finds() -> None:
+    """A loss found by registering memory, off the loop's thread, fails what is in flight at once."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1) as off:
+        device.delay()
+        held = off.fill(off.empty(4, np.uint8), 1)
+        device.lose("register", at=1)
+        with pytest.raises(ao.DeviceLostError):
+            await off.pinned(4, np.uint8)
+        assert isinstance(held.exception(), ao.DeviceLostError)
+        with pytest.raises(ao.DeviceLostError):
+            off.empty(4, np.uint8)
+    assert device.problems == []
+
+
+async def test_a_loss_that_closing_finds() -> None:
+    """A loss found while the channel's memory is given back ends closing: the driver is not called again."""
+
+    @ao.kernel(calls=True)
+    def silent(launch: ao.Launch) -> None:
+        pass
+
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1, calling_lanes=1) as off:
+        await off.launch(silent, grid=1, block=1)
+        device.lose("free", at=1)
+    assert device.problems == []

@@ -223,6 +223,7 @@ class World:
 
     def __init__(self) -> None:
         self.in_flight, self.completed, self.checked = 1, 0, 0
+        self.arriving = 0
         self.error: ao.DeviceLostError | None = None
         self.lost: list[ao.DeviceLostError] = []
         self.stalls: list[float] = []
@@ -231,11 +232,14 @@ class World:
             self.clock,  # type: ignore[arg-type]
             lambda: self.in_flight,
             lambda: self.completed,
-            lambda: None,
+            self.look,
             self.check,
             self.lost.append,
             self.stalls.append,
         )
+
+    def look(self) -> None:
+        self.in_flight -= self.arriving
 
     def check(self) -> None:
         self.checked += 1
@@ -269,6 +273,16 @@ def test_watchdog_tells_of_a_loss_once() -> None:
     world.dog.notice()
     world.clock.tick()
     assert world.lost == [world.error]
+    assert world.clock.call is None
+
+
+def test_watchdog_asks_nothing_after_a_look_that_ended_the_flight() -> None:
+    """Once its look has left nothing in flight, because it arrived or the device was lost, the driver is not asked."""
+    world = World()
+    world.dog.notice()
+    world.arriving = 1
+    world.clock.tick()
+    assert world.checked == 0
     assert world.clock.call is None
 
 

@@ -318,3 +318,23 @@ async def test_terminated_frees_nothing_of_others(what: str) -> None:
         assert isinstance(op.exception(), ao.ClosedError)
         gc.collect()
         assert held() is not None
+
+
+async def closed_offload_with_a_pinned_array() -> weakref.ref[Any]:
+    """Return a reference to the engine of an Offload whose host function holds a pinned array."""
+    async with ao.Offload("host", lanes=1) as off:
+        pinned = (await off.pinned(4, np.int64)).array
+
+        @off.host_function
+        async def first() -> int:
+            return int(pinned[0])
+
+        return weakref.ref(off._engine)
+
+
+async def test_a_pinned_array_does_not_keep_the_engine() -> None:
+    """A closed Offload goes although a host function holds a pinned array: the collector sees no way through arrays."""
+    engine = await closed_offload_with_a_pinned_array()
+    await turns()
+    gc.collect()
+    assert engine() is None

@@ -13,6 +13,7 @@ import aiooffload as ao
 from aiooffload.drivers.host import open_device
 from aiooffload.engine.reverse import CallingLaunch, Reverse
 from aiooffload.rules import wire
+from aiooffload.testing import FaultyDevice, open_offload
 from tests.kernels import nothing, rig
 from tests.reverse_kernels import CallingRig, ask, calling_rig, end_of, in_steps, post_many
 
@@ -129,7 +130,7 @@ async def test_words_of_a_launch_start_anew(device_label: str) -> None:
 async def test_message_of_a_kernel_that_gave_up_is_the_loss() -> None:
     """A message in the abort record loses the device at the next look, with its code and text, and names the kernel."""
     # Without a monitor, whose eventfd stays open after a loss.
-    async with calling_rig(open_device(memory_operations=False)) as r:
+    async with calling_rig(open_device(memory_operations=False), bury=True) as r:
         asked = asyncio.Event()
 
         @r.off.host_function
@@ -177,3 +178,15 @@ async def test_registering() -> None:
         reverse_of(r).functions[wire.function_id("g")] = reverse_of(r).functions[number]
         with pytest.raises(ao.UsageError, match="same id"):
             r.host_function(f, name="g")
+
+
+async def test_a_loss_while_the_channel_is_made() -> None:
+    """A device that is lost with the making of a calling lane is lost for everything, and is not called again."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1, calling_lanes=1) as off:
+        device.lose("create_stream", at=1)
+        with pytest.raises(ao.DeviceLostError):
+            await off.load(ask)
+        with pytest.raises(ao.DeviceLostError):
+            off.empty(4, np.uint8)
+    assert device.problems == []

@@ -10,6 +10,7 @@ import structlog
 
 import aiooffload as ao
 from aiooffload.drivers.mapped import MappedMemory
+from aiooffload.testing import FaultyDevice, open_offload
 from tests.kernels import Spy, SpyDevice, add, nothing, rig
 
 
@@ -98,3 +99,16 @@ async def test_self_test_that_raises_closes_the_device() -> None:
         await ao.Offload()._enter(device)
     assert "close" in device.calls
     assert isinstance(device, Spy)
+
+
+@pytest.mark.parametrize("call", ["plan", "enqueue_kernel", "enqueue_write"])
+@pytest.mark.parametrize("at", [1, 2])
+async def test_self_test_that_is_refused(call: str, at: int, logged: list[dict[str, Any]]) -> None:
+    """When a lane's kernel is refused with the monitor armed, opening raises that, and waits for no deadline."""
+    device = FaultyDevice()
+    device.fail(call, ao.LaunchError, at=at)
+    with pytest.raises(ao.LaunchError):
+        async with open_offload(device, lanes=2):
+            raise AssertionError("it was opened")
+    assert device.left() == {}
+    assert logged == []

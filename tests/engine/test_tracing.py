@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from aiooffload.engine import tracing
 from aiooffload.engine.tracing import Tracer
 from aiooffload.errors import DriverError
 from aiooffload.rules.timeline import Recorded
+from aiooffload.testing import FaultyDevice, open_offload
 from tests.kernels import Rig, SpyDevice, add, nothing, rig, until
 from tests.reverse_kernels import calling_rig, post_many
 
@@ -280,3 +282,33 @@ async def test_late_ends_do_not_come_back(device_label: str) -> None:
         await r.holds[0]
         assert (record.seen_ns, record.ended_ns) == (None, None)
         assert tracer._open == {}
+
+
+@pytest.mark.parametrize("call", ["enqueue_record", "query_event", "elapsed"])
+@pytest.mark.parametrize("at", range(1, 8))
+async def test_no_event_is_left(call: str, at: int, tmp_path: Any) -> None:
+    """Whatever the driver refuses of a trace, on entry or later, every event that it has made is destroyed."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1) as off:
+        await off.load(nothing)
+        before = device.left()
+        device.fail(call, at=at)
+        with contextlib.suppress(DriverError):  # on entry; later it costs a time, and no operation
+            async with off.trace(tmp_path / "trace.json"):
+                for _ in range(3):
+                    await off.launch(nothing, grid=1, block=1)
+        assert len(device.injected) == 1
+        assert device.left() == before
+
+
+async def test_a_loss_that_the_end_of_a_trace_finds(tmp_path: Any) -> None:
+    """A loss found while a trace destroys its events ends that, and the Offload knows of it."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1) as off:
+        await off.load(nothing)
+        async with off.trace(tmp_path / "trace.json"):
+            await off.launch(nothing, grid=1, block=1)
+            device.lose("close_event", at=1)
+        with pytest.raises(ao.DeviceLostError):
+            off.launch(nothing, grid=1, block=1)
+    assert device.problems == []

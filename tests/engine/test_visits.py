@@ -106,6 +106,66 @@ async def test_a_target_elsewhere_is_ordered_too(labels: tuple[str, str]) -> Non
         assert (await seen)[0] == 5
 
 
+async def test_a_pinned_array_of_the_other_one(labels: tuple[str, str]) -> None:
+    """Pinned memory of one Offload is used by another in its turn, whoever of the two wrote or read it last."""
+    async with two(labels) as (here, there):
+        pinned = await there.off.pinned(1, np.uint64)
+        source, target = there.word(1), here.word()
+        gate = there.gate()
+        write = there.launch(hold_write, gate.address, source, np.uint64(9))
+        down = there.off.copy(pinned, source)  # behind the kernel
+        up = here.off.copy(target, pinned)
+        put = here.off.put(pinned)
+        await until(lambda: gate.started)
+        await turns()
+        assert not up.finished
+        assert not put.finished
+        gate.open()
+        assert await here.read(target) == 9
+        assert await here.read(await put) == 9
+        assert [await write, await down, await up] == [None] * 3
+
+        gate = here.gate()
+        here.launch(hold_write, gate.address, target, np.uint64(11))
+        down = here.off.get(target, out=pinned)  # type: ignore[assignment]
+        up = there.off.copy(source, pinned)
+        await until(lambda: gate.started)
+        await turns()
+        assert not up.finished
+        gate.open()
+        assert await there.read(source) == 11
+        assert (await down) is pinned.array
+
+
+async def test_a_pinned_array_of_a_closed_one(labels: tuple[str, str]) -> None:
+    """Its memory went back to the system, so it is refused."""
+    async with rig(labels[0]) as here:
+        async with rig(labels[1]) as there:
+            pinned = await there.off.pinned(1, np.uint64)
+            pinned.array[:] = 3
+            target = here.word()
+            await here.off.copy(target, pinned)
+            assert await here.read(target) == 3
+        with pytest.raises(ao.ClosedError):
+            here.off.copy(target, pinned)
+        assert await here.read(target) == 3
+
+
+async def test_a_pointer_into_a_pinned_array(labels: tuple[str, str]) -> None:
+    """A Buffer on pinned memory belongs to the Offload of that memory, whichever uses it first."""
+    async with two(labels) as (here, there):
+        pinned = await there.off.pinned(1, np.uint64)
+        assert pinned.lease is not None
+        address = pinned.lease.block.device_address
+        view = ao.Buffer.from_pointer(address, 8, pinned, shape=(1,), dtype=np.uint64)
+        target = here.word()
+        pinned.array[:] = 4
+        await here.off.copy(target, view)
+        assert await here.read(target) == 4
+        await there.launch(add, view, 5)
+        assert pinned.array[0] == 9
+
+
 async def test_behind_coarse_work(labels: tuple[str, str]) -> None:
     """A launch there that has no mark of its own gets one when a copy waits for it."""
     async with two(labels, lanes=1) as (here, there):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from typing import Any
@@ -10,17 +11,48 @@ from typing import Any
 import numpy as np
 
 import aiooffload as ao
-from tests.gpu.support import Words, fault, latch, nothing, run_as_main, until
+from tests.gpu.support import CLOCK, FAULT, Words, fault, forever, latch, nothing, overflow, run_as_main, until
 
 FAULTY_LANE = 5
 STARTED, OPENED, NEVER = 0, 1, 3  # words; 2 is where the other kernels say that they run
-KINDS = {"illegal": np.int32(0), "trap": np.int32(1)}
+KINDS = {kind: np.int32(number) for number, kind in enumerate(("illegal", "trap", "misaligned", "assert", "stack"))}
+
+ask_and_fault = ao.Kernel(
+    "ask_and_fault",
+    cuda="#include <aiooffload.cuh>\n"
+    + FAULT
+    + """extern "C" __global__
+    void ask_and_fault(ao::Launch launch, volatile u64* started, volatile u64* opened, int kind)
+    {
+        if (threadIdx.x == 0) launch.call(ao::fn("never"), ao::None());
+        if (threadIdx.x == 32) {
+            *started = 1;
+            wait_for(opened);
+            if (kind == 1) launch.abort(7, "the table is broken");
+            *(volatile int*)8 = 1;
+        }
+    }""",
+    calls=True,
+)
+"""A warp calls never(), another one faults meanwhile."""
+send = ao.Kernel(
+    "send",
+    cuda="#include <aiooffload.cuh>\n"
+    + CLOCK
+    + """extern "C" __global__ void send(ao::Launch launch, volatile u64* started, unsigned char* data, long long n)
+    {
+        *started = 1;
+        launch.call(ao::fn("take"), ao::None(), ao::tofrom(data, n));
+    }""",
+    calls=True,
+)
+"""Calls take() with a mapped array."""
 
 
 async def open_loaded(wake: Any = "hybrid", lanes: int = 16) -> tuple[ao.Offload, Words]:
     off = ao.Offload("cuda:0", lanes=lanes, wake=wake)
     await off.__aenter__()
-    await off.load(fault, latch, nothing)
+    await off.load(fault, overflow, latch, nothing)
     words = await Words.of(off)
     await asyncio.gather(*(off.launch(nothing, grid=1, block=1, lane=lane).wait() for lane in off.lanes))
     return off, words
@@ -29,7 +61,8 @@ async def open_loaded(wake: Any = "hybrid", lanes: int = 16) -> tuple[ao.Offload
 def launch_fault(off: ao.Offload, words: Words, kind: str) -> ao.Operation[None]:
     """Launch what faults as soon as the word OPENED is set, on the lane FAULTY_LANE."""
     args = (words.address(STARTED), words.address(OPENED), KINDS[kind])
-    return off.launch(fault, grid=1, block=1, args=args, lane=off.lanes[FAULTY_LANE % len(off.lanes)])
+    kernel = overflow if kind == "stack" else fault
+    return off.launch(kernel, grid=1, block=1, args=args, lane=off.lanes[FAULTY_LANE % len(off.lanes)])
 
 
 def launch_stuck(off: ao.Offload, words: Words, **options: Any) -> ao.Operation[None]:
@@ -105,6 +138,140 @@ async def in_flight(kind: str, wake: str, launches: str) -> dict[str, Any]:
         "slots_closed": [lane.queue.slot.load() for lane in lanes],
         "word": int(words.array[STARTED]),
     }
+
+
+async def two_lanes(one: str, two: str) -> dict[str, Any]:
+    """Fault on two lanes at once."""
+    off, words = await open_loaded()
+    first = launch_fault(off, words, one)
+    args = (words.address(4), words.address(OPENED), KINDS[two])
+    second = off.launch(fault, grid=1, block=1, args=args, lane=off.lanes[FAULTY_LANE + 1])
+    await words.until(STARTED)
+    await words.until(4)
+    words.array[OPENED] = 1
+    ends = await asyncio.gather(end_of(first), end_of(second))
+    await off.aclose()
+    return {"ends": count(ends), "suspects": list(getattr(ends[0][1], "suspects", ()))}
+
+
+async def never_ends(limit_s: str) -> dict[str, Any]:
+    """Launch what never ends, with a hard limit, among other work."""
+    told: list[str] = []
+    off = ao.Offload("cuda:0", hard_timeout_s=float(limit_s), on_lost=lambda error: told.append(str(error)))
+    await off.__aenter__()
+    await off.load(forever, nothing, latch)
+    words, lanes = await Words.of(off), off.lanes
+    x = await off.put(np.zeros(4))
+    start = time.perf_counter()
+    stuck = off.launch(forever, grid=1, block=1, args=(words.address(STARTED),), lane=lanes[FAULTY_LANE])
+    behind = [off.launch(nothing, grid=1, block=1, lane=lanes[0], after=[stuck])]
+    behind += [off.launch(nothing, grid=1, block=1, lane=lanes[FAULTY_LANE]) for _ in range(100)]
+    waits = asyncio.gather(*map(end_of, [stuck, *behind]))
+    others = 0
+    with contextlib.suppress(ao.DeviceLostError):  # the one that is under way then fails, too
+        while not stuck.done():
+            await off.launch(nothing, grid=1, block=1, lane=lanes[1])
+            others += 1
+    ends = await waits
+    after = {
+        "launch": kind_of(lambda: off.launch(nothing, grid=1, block=1)),
+        "get": kind_of(lambda: off.get(x)),
+        "empty": kind_of(lambda: off.empty(4, np.float32)),
+    }
+    closing = time.perf_counter()
+    await off.aclose()
+    return {
+        "elapsed_s": max(when for when, _ in ends) - start,
+        "ends": count(ends),
+        "others": others,
+        "after": after,
+        "told": told,
+        "aclose_ms": round((time.perf_counter() - closing) * 1e3, 1),
+        "text": str(stuck.exception()),
+        "still": int(words.array[STARTED]),
+    }
+
+
+async def calling(kind: str) -> dict[str, Any]:
+    """Fault, or abort with a text, while the same launch waits for a host function."""
+    off, words = await open_loaded()
+    await off.load(ask_and_fault)
+    state: list[str] = []
+
+    @off.host_function
+    async def never() -> None:
+        state.append("entered")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            state.append("cancelled")
+            raise
+
+    args = (words.address(STARTED), words.address(OPENED), KINDS[kind])
+    op = off.launch(ask_and_fault, grid=1, block=64, args=args)
+    await words.until(STARTED)
+    await until(lambda: state, "the host function was called")
+    words.array[OPENED] = 1
+    ends = [await end_of(op)]
+    await asyncio.sleep(0)
+    await off.aclose()
+    return {"ends": count(ends), "handler": state, "text": str(ends[0][1])}
+
+
+async def mapped_copy() -> dict[str, Any]:
+    """Fault while the array of a call is being copied to the host."""
+    off, words = await open_loaded()
+    await off.load(send)
+    state: list[str] = []
+
+    @off.host_function
+    async def take(data: ao.InOut[np.uint8]) -> None:
+        state.append("called")
+
+    data = off.zeros(1 << 30, np.uint8)
+    await off.drain()
+    faulty = launch_fault(off, words, "illegal")
+    await words.until(STARTED)
+    op = off.launch(send, grid=1, block=1, args=(words.address(4), data, np.int64(data.nbytes)))
+    await words.until(4)
+    engine = off._engine
+    assert engine is not None
+    copies = engine.lanes.lanes[-2:]  # those of mapped arrays
+    await until(lambda: any(lane.in_flight for lane in copies), "the array is being copied")
+    words.array[OPENED] = 1
+    ends = await asyncio.gather(end_of(faulty), end_of(op))
+    await off.aclose()
+    return {"ends": count(ends), "handler": state}
+
+
+async def host_function_left() -> dict[str, Any]:
+    """Fault on an adopted stream on which its owner has left a host function."""
+    import ctypes
+
+    from cuda.bindings import driver
+
+    off, words = await open_loaded()
+    status, context = driver.cuDevicePrimaryCtxRetain(0)
+    assert int(status) == 0
+    driver.cuCtxPushCurrent(context)
+    status, stream = driver.cuStreamCreate(1)
+    assert int(status) == 0
+    ran: list[int] = []
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: ran.append(1))
+    lane = off.adopt(int(stream))
+    args = (words.address(STARTED), words.address(OPENED), KINDS["illegal"])
+    faulty = off.launch(fault, grid=1, block=1, args=args, lane=lane)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    (status,) = driver.cuLaunchHostFunc(stream, driver.CUhostFn(address), 0)
+    assert int(status) == 0
+    driver.cuCtxPopCurrent()
+    behind = off.completion(lane)
+    await words.until(STARTED)
+    words.array[OPENED] = 1
+    ends = await asyncio.gather(end_of(faulty), end_of(behind))
+    start = time.perf_counter()
+    await off.aclose()
+    return {"ends": count(ends), "ran": ran, "aclose_ms": round((time.perf_counter() - start) * 1e3, 1)}
 
 
 async def second(kind: str) -> dict[str, Any]:
@@ -242,6 +409,11 @@ CASES = {
     "polled": polled,
     "chained": chained,
     "maintenance": maintenance,
+    "two_lanes": two_lanes,
+    "never_ends": never_ends,
+    "calling": calling,
+    "mapped_copy": mapped_copy,
+    "host_function_left": host_function_left,
 }
 
 if __name__ == "__main__":

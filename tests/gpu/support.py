@@ -57,22 +57,57 @@ extern "C" __global__ void spin(u64 ns) { for (u64 start = now_ns(); now_ns() - 
 FAULT = (
     CLOCK
     + r"""
-extern "C" __global__ void fault(volatile u64* started, volatile u64* opened, int trap)
+extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, size_t);
+extern "C" __global__ void fault(volatile u64* started, volatile u64* opened, int kind)
 {
     *started = 1;
     __threadfence_system();
     wait_for(opened);
-    if (trap)
-        asm volatile("trap;");
-    *(volatile int*)8 = 1;
+    switch (kind) {
+    case 1: asm volatile("trap;"); break;
+    case 2: *(volatile int*)((volatile char*)started + 2) = 1; break;
+    case 3: __assertfail("false", "support.py", 1, "fault", 1); break;
+    default: *(volatile int*)8 = 1;
+    }
 }
 """
 )
+OVERFLOW = (
+    CLOCK
+    + r"""
+__device__ __noinline__ int deep(volatile int* word, int n)
+{
+    volatile int frame[256];
+    frame[n & 255] = n;
+    return *word < 0 ? 0 : deep(word, n + 1) + frame[(n + 1) & 255];
+}
+extern "C" __global__ void overflow(volatile u64* started, volatile u64* opened, int kind)
+{
+    *started = 1;
+    __threadfence_system();
+    wait_for(opened);
+    *(volatile int*)started = deep((volatile int*)started, kind);
+}
+"""
+)
+FOREVER = r"""
+extern "C" __global__ void forever(volatile unsigned long long* started)
+{
+    *started = 1;
+    while (*started) {}
+}
+"""
 
 latch = ao.Kernel("latch", cuda=LATCH)
 """Arguments: the device addresses of two words, as np.uint64. Sets the first, then waits for the second."""
 fault = ao.Kernel("fault", cuda=FAULT)
-"""As ``latch``, then writes to address 8, or traps if the third argument, an np.int32, is not 0."""
+"""As ``latch``, then what the third argument says, an np.int32: writes to address 8, traps, writes to an odd address,
+or fails an assertion."""
+overflow = ao.Kernel("overflow", cuda=OVERFLOW)
+"""As ``fault``, but calls itself until the stack is full. Apart from it, since the driver makes room for a stack of
+unknown depth at the first launch, which waits for what runs."""
+forever = ao.Kernel("forever", cuda=FOREVER)
+"""Sets the word at its argument, and ends when somebody clears that, which nobody does."""
 
 
 @ao.kernel(cuda=SPIN)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import aiooffload as ao
-from tests.gpu.support import CLOCK, PTX_STORE, add, nothing, until
+from tests.gpu.support import CLOCK, PTX_STORE, Words, add, latch, nothing, until
 
 pytestmark = pytest.mark.gpu
 
@@ -458,6 +458,33 @@ async def test_options_reach_the_compiler(off: ao.Offload) -> None:
     out = off.zeros(1, np.uint64)
     await off.launch(kernel, grid=1, block=1, args=(out,))
     assert await word(off, out) == 77
+
+
+LOCALS = r"""
+extern "C" __global__ void locals(volatile int* out, int n)
+{
+    volatile int values[3000];
+    for (int i = 0; i < 3000; i++) values[i] = i * n;
+    *out = values[n];
+}
+"""
+
+
+async def test_large_local_arrays_wait_for_nobody(off: ao.Offload) -> None:
+    """The first launch of a kernel with large local arrays runs beside another kernel, and does not hold up the loop.
+
+    Left to the driver, it would allocate their memory then, and block until the other kernel is over.
+    """
+    kernel = ao.Kernel("locals", cuda=LOCALS)
+    await off.load(kernel, latch)
+    out, words = off.zeros(1, np.int32), await Words.of(off)
+    held = off.launch(latch, grid=1, block=1, args=(words.address(0), words.address(1)), lane=off.lanes[0])
+    await words.until(0)
+    await off.launch(kernel, grid=1, block=32, args=(out, np.int32(7)), lane=off.lanes[1])
+    assert (await off.get(out, lane=off.lanes[1])).tolist() == [49]
+    assert not held.done()
+    words.array[1] = 1
+    await held
 
 
 async def test_launches_on_every_lane(off: ao.Offload) -> None:

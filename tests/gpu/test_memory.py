@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,41 @@ async def test_filling_the_device(off: ao.Offload) -> None:
         assert (await off.get(small) == 1).all()
     finally:
         close_all()
+
+
+@ao.kernel(cuda='extern "C" __global__ void touch(unsigned char* work) { *work = 1; }')
+def touch(launch: Any, work: ao.InOut[np.uint8]) -> None:
+    """Write to the first byte of its workspace."""
+
+
+async def test_every_allocator_runs_out(off: ao.Offload) -> None:
+    """Whoever allocates when nothing is left gets OutOfMemoryError, has lost nothing, and may try again later."""
+    source = np.zeros(1 << 28, np.uint8)
+    small = await off.put(np.arange(4))
+    await off.load(touch)
+    kept: list[ao.Buffer] = []
+
+    def fill_up(size: int) -> None:
+        kept.extend(off.empty(size, np.uint8) for _ in range(1 + off.properties.total_bytes // size))
+
+    for size in (8 << 30, 1 << 30, 1 << 28):
+        with pytest.raises(ao.OutOfMemoryError):
+            fill_up(size)
+    launch = functools.partial(off.launch, touch, grid=1, block=1, args=(ao.Scratch(1 << 28),))
+    for call in (
+        lambda: off.empty(1 << 28, np.uint8),
+        lambda: off.zeros(1 << 28, np.uint8),
+        lambda: off.put(source),
+        lambda: launch(),
+    ):
+        with pytest.raises(ao.OutOfMemoryError):
+            await call()
+    with pytest.raises(ao.OutOfMemoryError):
+        await off.pinned(1 << 50, np.uint8)
+    assert (await off.get(small)).tolist() == [0, 1, 2, 3]
+    kept.clear()
+    await launch()
+    assert not (await off.get(await off.put(source))).any()
 
 
 async def test_buffer_that_outlives_its_offload() -> None:

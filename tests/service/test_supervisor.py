@@ -152,8 +152,9 @@ async def test_lost_process_is_replaced(how: str, reason: str) -> None:
         assert not alive(first.pid)
 
 
-async def test_call_over_the_hard_limit_costs_the_process() -> None:
+async def test_call_over_the_hard_limit_costs_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that takes too long ends its process, even one that blocks its loop and hears nothing."""
+    monkeypatch.setattr(module, "HARD_MARGIN_S", 0.0)
     async with rig_of(hard_timeout_s=0.1) as rig:
         first = rig.supervisor.ready[0]
         reason = await rig.ask("block", 60_000)

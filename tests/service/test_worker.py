@@ -61,6 +61,16 @@ async def test_blocked_handler_does_not_reach_the_front() -> None:
         assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
 
 
+async def test_kernel_over_the_hard_limit_costs_the_process() -> None:
+    """A kernel that does not end costs the device process, and the client is told which one it was."""
+    async with running(hard_timeout_s=0.2) as worker:
+        response = await infer(worker.port, "gate_in_kernel")
+        assert response.status == 503
+        assert "wait_for_host" in response.error
+        await worker.ready()
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+
+
 async def test_admission() -> None:
     """A full worker says so at once, before it has read a body."""
     async with running(max_queue=2) as worker:

@@ -1,0 +1,1 @@
+"""What ``scripts/faults`` and ``scripts/soak`` run."""
