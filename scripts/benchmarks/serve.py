@@ -268,6 +268,9 @@ def _client(server: Server, path: str, connections: int, seconds: float) -> subp
     assert process.stdin is not None
     process.stdin.write(BODY)
     process.stdin.close()
+    assert process.stdout is not None
+    if process.stdout.readline() != b"connected\n":
+        raise RuntimeError("the load could not connect")
     return process
 
 
@@ -284,7 +287,7 @@ def stopped_under_load(options: argparse.Namespace) -> dict[str, Any]:
     say("stopping under load")
     with Worker(options.device) as worker:
         client = _client(worker, WAYS["single"][1], options.connections, 60.0)
-        time.sleep(1.0)  # into the middle of it
+        time.sleep(0.5)  # into the middle of it
         began = time.monotonic()
         worker.process.send_signal(signal.SIGTERM)
         result = _finish(client)

@@ -1,8 +1,8 @@
 """A load for ``scripts/bench serve``: connections that send one request after another. Run as a program of its own.
 
 Usage: ``python -m benchmarks.serve_client PORT PATH CONNECTIONS SECONDS``, with the request's body on standard input.
-Prints JSON: ``requests``, ``failures`` (answers that are not 200), ``unanswered``, ``seconds``, ``p50_us``, ``p99_us``.
-A connection that the server closes, or says that it closes, is not opened again.
+Prints a line when it is connected, then JSON: ``requests``, ``failures`` (answers that are not 200), ``unanswered``,
+``seconds``, ``p50_us``, ``p99_us``. A connection that the server closes, or says that it closes, is not opened again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ import uvloop
 class Connection(asyncio.Protocol):
     """Sends a request whenever the last one was answered, until the time is over."""
 
-    def __init__(self, request: bytes, end: float, times: list[float]) -> None:
+    def __init__(self, request: bytes, times: list[float]) -> None:
         self.failures = 0
         self.waiting = False  # for an answer
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
-        self._end = end
+        self._end = 0.0
         self._times = times
         self._began = 0.0
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+
+    def start(self, end: float) -> None:
+        """Send the first request, and others until that time."""
+        self._end = end
         self._send()
 
     def _send(self) -> None:
@@ -69,13 +73,14 @@ async def load(port: int, path: str, connections: int, seconds: float, body: byt
         f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     times: list[float] = []
-    began = time.perf_counter()
     made = [
-        await loop.create_connection(
-            lambda: Connection(head.encode() + body, began + seconds, times), "127.0.0.1", port
-        )
+        await loop.create_connection(lambda: Connection(head.encode() + body, times), "127.0.0.1", port)
         for _ in range(connections)
     ]
+    print("connected", flush=True)
+    began = time.perf_counter()
+    for _, protocol in made:
+        protocol.start(began + seconds)
     await asyncio.gather(*(protocol.over for _, protocol in made))
     elapsed = time.perf_counter() - began
     times.sort()

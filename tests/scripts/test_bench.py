@@ -423,6 +423,7 @@ def test_scheduling_is_measured() -> None:
 # -- serve ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # six servers are started
 def test_serving_is_measured() -> None:
     """``serve`` has figures for every way to serve, none of which fails, for replacements and for stops."""
     done = bench("serve", "--device", "host", "--smoke", "--json", "-")
