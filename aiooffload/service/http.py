@@ -118,6 +118,7 @@ class Views:
                 "name": slot.ready.device["name"] if slot.ready else "",
                 "up": slot.ready is not None,
                 "generation": slot.generation,
+                "pid": slot.ready.pid if slot.ready else 0,
             }
             for slot in self._site.supervisor.slots
         ]

@@ -101,13 +101,13 @@ class DeviceProcess(asyncio.Protocol):
         self._done = 0  # operations and calls of kernels, as the last beat counted them
         self._ready: asyncio.Future[None] = loop.create_future()
 
-    async def start(self) -> None:
-        """Spawn it and wait until it serves.
+    async def spawn(self) -> None:
+        """Spawn it. It imports what it needs and waits for :meth:`start`; nothing of the program runs yet.
 
         Raises
         ------
         StartFailed
-            It does not, and is gone.
+            It was to end before it was there, and is gone.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -124,6 +124,21 @@ class DeviceProcess(asyncio.Protocol):
             raise
         finally:
             theirs.close()
+        if self.gone.is_set():
+            await self.kill()
+            raise StartFailed(self.fault)
+
+    async def start(self) -> None:
+        """Let it serve, and wait until it does; it is spawned if it was not yet.
+
+        Raises
+        ------
+        StartFailed
+            It does not, and is gone.
+        """
+        if self._process is None:
+            await self.spawn()
+        self._heard_at = self._loop.time()
         self._send(
             {
                 "kind": "configure",
@@ -259,7 +274,11 @@ class DeviceProcess(asyncio.Protocol):
     async def kill(self) -> None:
         """End it at once and wait until it is gone."""
         self._end(self.fault or "it was ended")
+        if self._transport is not None:
+            self._transport.abort()
         if self._process is not None:
+            if not self._exits:
+                self.kill_now()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _EXIT_S)
             self.kill_now()
@@ -308,6 +327,8 @@ class Slot:
         self._settings = settings
         self._on_change = on_change
         self._short_lives = 0  # in a row
+        # Spawned and idle, so that the next one is there sooner; None while there is none.
+        self._spare: DeviceProcess | None = None
         self._stopping = asyncio.Event()
 
     @property
@@ -325,13 +346,15 @@ class Slot:
                 log.warning("waiting before the next start", device=self.device, seconds=delay)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
+        if self._spare is not None:
+            await self._spare.kill()
 
     async def _live_once(self) -> None:
         """One life: start it, wait for its end, draw the conclusions."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         self.generation += 1
-        process = self.process = DeviceProcess(self._settings, self.device, self._on_change)
+        process = self.process = self._take_spare() or self._new()
         try:
             await process.start()
         except StartFailed as error:
@@ -349,12 +372,24 @@ class Slot:
             seconds=round(loop.time() - began, 3),
         )
         try:
+            if not self._stopping.is_set():
+                self._spare = self._new()
+                with contextlib.suppress(StartFailed):
+                    await self._spare.spawn()
             await process.gone.wait()
         finally:
             await process.kill()
         if not self._stopping.is_set():
             self._short_lives = 1 if loop.time() - process.up_at >= STEADY_S else self._short_lives + 1
             self._note_fault(process, process.fault)
+
+    def _new(self) -> DeviceProcess:
+        return DeviceProcess(self._settings, self.device, self._on_change)
+
+    def _take_spare(self) -> DeviceProcess | None:
+        """Return the process that waits, if it still does."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and not spare.gone.is_set() else None
 
     def _note_fault(self, process: DeviceProcess, reason: str) -> None:
         self.faults += 1
@@ -374,6 +409,12 @@ class Slot:
         self._stopping.set()
         if self.process is not None:
             await self.process.stop(timeout_s)
+
+    def kill_now(self) -> None:
+        """End its processes at once, without waiting."""
+        for process in (self.process, self._spare):
+            if process is not None:
+                process.kill_now()
 
 
 class Supervisor:
@@ -460,12 +501,9 @@ class Supervisor:
         if self._watch is not None:
             self._watch.cancel()
         await asyncio.gather(*(slot.stop(timeout_s) for slot in self.slots))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks)  # they end by themselves: none may be cancelled while it spawns
 
     def kill_now(self) -> None:
         """End all at once, from a signal's handler."""
         for slot in self.slots:
-            if slot.process is not None:
-                slot.process.kill_now()
+            slot.kill_now()

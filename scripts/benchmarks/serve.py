@@ -195,8 +195,7 @@ class Worker(Server):
         super().__init__(
             subprocess.Popen([*command, "benchmarks.serve_app:app"], cwd=SCRIPTS, text=True, stderr=subprocess.PIPE)
         )
-        started = self._line("device process is ready")
-        self.device, self._device_pid = started["device"], started["pid"]
+        self.device = self._line("device process is ready")["device"]
         self.port = int(self._line("serving")["url"].rpartition(":")[2])
         # Nobody wants the lines of the requests, but somebody has to take them.
         assert self.process.stderr is not None
@@ -225,11 +224,9 @@ class Worker(Server):
 
     def replace(self) -> float:
         """Kill the device process and return the seconds until another serves."""
-        pid = self.process.pid
-        [device] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         generation = self._ready()["devices"][0]["generation"]
         began = time.monotonic()
-        os.kill(int(device), signal.SIGKILL)
+        os.kill(int(self._ready()["devices"][0]["pid"]), signal.SIGKILL)
         while True:
             ready = self._ready()
             if ready["ready"] and ready["devices"][0]["generation"] > generation:

@@ -134,6 +134,8 @@ async def test_lost_process_is_replaced(how: str, reason: str) -> None:
         first = rig.supervisor.ready[0]
         waiting = rig.call("gate")
         await rig.ask("wait_inside", 1)
+        spare = rig.supervisor.slots[0]._spare
+        assert spare is not None
         if how == "kill":
             os.kill(first.pid, signal.SIGKILL)
         else:
@@ -145,7 +147,7 @@ async def test_lost_process_is_replaced(how: str, reason: str) -> None:
         assert rig.supervisor.why_dead() == ""
         await rig.until(lambda: rig.supervisor.ready)
         assert rig.supervisor.why_not_ready() == ""
-        assert number(await rig.ask("pid")) != first.pid
+        assert number(await rig.ask("pid")) == spare.pid != first.pid
         slot = rig.supervisor.slots[0]
         assert (slot.generation, slot.faults, waiting.endings) == (2, 1, 1)
         assert reason in slot.last_fault
@@ -226,6 +228,8 @@ async def test_dead_after_some_starts_that_failed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "backoff_s", lambda crashes: 0.0)
     async with rig_of() as rig:
         slot = rig.supervisor.slots[0]
+        assert slot._spare is not None
+        await slot._spare.kill()  # it has the good settings
         good, bad = slot._settings, Settings("tests.service.nothing:app", {}, log_level="error", start_timeout_s=0.01)
         slot._settings = bad
         await rig.ask("die")
@@ -288,5 +292,6 @@ asyncio.run(main())
     await process.wait()
     async with asyncio.timeout(10):
         await ended.wait()
+        await process.stdout.read()  # ends with the last who has it: the spare process
     asyncio.get_running_loop().remove_reader(pidfd)
     os.close(pidfd)
