@@ -245,6 +245,9 @@ class Completion:
         board = self._board
         try:
             count = board.poll(spin_ns)
+        except DeviceLostError as error:  # of a slot, not of a host function: those failures are their launches'
+            self._on_lost(error)
+            return 0
         except BaseException:  # of a host function: the loop's to deal with, and no reason to look no more
             self.notice()
             raise
@@ -305,6 +308,8 @@ class Completion:
         if self._poll():
             self._on_progress()
             return True
+        if self._closed:  # what the look ran has ended everything
+            return False
         self._monitor.enqueue_wait(self._bell, 1)
         self._monitor.enqueue_wake(self._eventfd)
         self.armed = True
@@ -361,7 +366,7 @@ class Completion:
             self._on_progress()
             return False
         called_ns, now = self.calls.called_ns, now_ns()
-        if called_ns is None or self._board.due_ns():
+        if self._closed or called_ns is None or self._board.due_ns():
             return False
         nap_ns = self.policy.nap(now - max(called_ns, self._board.progress_ns), self.calls.gap_ns)
         if not nap_ns:

@@ -31,7 +31,7 @@ from aiooffload.engine.copies import (
     Copies,
     Staging,
 )
-from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
+from aiooffload.engine.health import LostMarks, Watchdog, first_of_each_lane, loss, loss_text, suspects
 from aiooffload.engine.host_functions import check_outside
 from aiooffload.engine.host_tasks import HostTasks
 from aiooffload.engine.lanes import ALWAYS, Lane, Lanes
@@ -203,11 +203,12 @@ class Engine:
             lambda: self.board.in_flight,
             lambda: self.board.completed + self.reverse.served,
             self._look,
-            lambda: device.check(self.lanes.lanes[0].stream),
+            self._check_device,
             self.lose,
             self._warn_stall,
             self._check_limit,
         )
+        self._lost_marks = LostMarks(lambda: self.lanes.lanes, self._look)
 
     def _make_lanes(
         self,
@@ -295,7 +296,9 @@ class Engine:
         # One launch at a time: a second one behind it could hold up the queue that other lanes share.
         self.lanes.calling = [lane(i, 1) for i in range(self._calling_lanes)]
         to_host, to_device = (lane(self._calling_lanes + i, _MAPPING_DEPTH) for i in range(2))
-        mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self)
+        mapping = Mapping(
+            self.loop, self.lanes, to_host, to_device, Arena(self._register), self, self.device.mapped_memory
+        )
         return Opened(
             shared,
             state,
@@ -493,6 +496,12 @@ class Engine:
         if arrived:
             self._on_progress()
         return arrived
+
+    def _check_device(self) -> None:
+        """Raise DeviceLostError if the driver says so, or the memory shared with the device does."""
+        self.device.check(self.lanes.lanes[0].stream)
+        self._lost_marks.check()
+        self.reverse.check()
 
     def _on_progress(self) -> None:
         if self.board.pending:
