@@ -338,6 +338,8 @@ class Completion:
             self._timer.clear()
 
     def _on_bell(self) -> None:
+        if self._closed:
+            return
         try:
             os.eventfd_read(self._eventfd)
         except BlockingIOError:
@@ -349,6 +351,8 @@ class Completion:
         self._wake()
 
     def _on_timer(self) -> None:
+        if self._closed:
+            return
         self.wakes["timer"] += 1
         if self._napping and self._nap_on():
             return
@@ -393,6 +397,10 @@ class Completion:
     def _wake(self) -> None:
         if not self._board.watched and not self._closed:
             self._turn()
+
+    def disown(self) -> None:
+        """In a forked child: look no more. What the loop watches is the parent's, too, and is left alone."""
+        self._closed = True
 
     def stop(self, *, lost: bool) -> None:
         """Take everything off the loop. The monitor was released and seen before, unless ``lost``."""

@@ -11,6 +11,7 @@ import os
 from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -33,7 +34,7 @@ from aiooffload.engine.copies import (
 )
 from aiooffload.engine.health import LostMarks, Watchdog, first_of_each_lane, loss, loss_text, suspects
 from aiooffload.engine.host_functions import check_outside
-from aiooffload.engine.host_tasks import HostTasks
+from aiooffload.engine.host_tasks import HostTasks, check_no_step
 from aiooffload.engine.lanes import ALWAYS, Lane, Lanes
 from aiooffload.engine.launches import Kernels
 from aiooffload.engine.maintenance import barrier
@@ -551,6 +552,7 @@ class Engine:
     async def drain(self) -> None:
         """Wait until everything submitted is done; raises nothing of theirs."""
         check_outside("drain")
+        check_no_step(self, "drain")
         while not self.quiet:
             future = self.loop.create_future()
             self._drains.append(future)
@@ -692,20 +694,59 @@ class Engine:
         self._call_idle()
         barrier.leave(self)
         self._check_drained()
+        self.loop.call_soon(self._sweep, failure)
+
+    def _sweep(self, failure: BaseException) -> None:
+        """End what was on its way when a signal handler terminated: the code that it interrupted has gone on since."""
+        abandoned = self.board.abandon()
+        _in_use.extend(operation.keep for operation in abandoned)
+        for operation in abandoned:
+            operation.finish(failure=failure)
+        self.reverse.abandon(failure)
+        self.host_tasks.abandon(failure)
+        self.lanes.abandon(failure)
+        self.lanes.forget()
+        for task in self._tasks:
+            task.cancel()
+        self._check_drained()
 
     def terminate(self) -> None:
         """Close at once: fail what is not done, free nothing that the device may still use. Idempotent."""
         if self.lost is None and self.refusal is not _terminated:
             self.refusal = _terminated
             self.lost = DeviceLostError("terminated")
+            failure = ClosedError("the Offload was terminated")
             abandoned = self.board.abandon()
             _in_use.extend(operation.keep for operation in abandoned)
-            self._stop_everything(abandoned, ClosedError("the Offload was terminated"))
+            self._stop_everything(abandoned, failure)
             self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def disown(self) -> None:
+        """In a forked child: end everything without a look at memory that the child does not have, or at the driver.
+
+        The loop may go on here, if only to end. Its selector is the parent's as well and stays as it is.
+        """
+        self.refusal = _inherited
+        self.lost = DeviceLostError("inherited")
+        self.launcher.ready = False
+        self.memory.lose()
+        self.scratch.stop()
+        self.watchdog.stop()
+        self.completion.disown()
+        callers = self.reverse.disown()
+        with suppress(RuntimeError):  # its loop is closed, or another thread than its own has forked: nobody waits
+            self.loop.call_soon(self._end_inherited, callers)
+
+    def _end_inherited(self, callers: list[Operation[None]]) -> None:
+        failure = _inherited()
+        for operation in (*self.board.abandon(), *callers):
+            operation.finish(failure=failure)
+        self.lanes.abandon(failure)
 
     async def aclose(self, timeout_s: float) -> None:
         """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent."""
         check_outside("closing the Offload")
+        check_no_step(self, "closing the Offload")
         if self._closing is None:
             self.refusal = self.refusal or _closed
             self.launcher.ready = False
@@ -778,10 +819,7 @@ def _disown_in_child() -> None:
     """A forked child has none of the parent's threads and must not call its driver: nothing works, nothing is freed."""
     for engine in barrier.after_fork():
         assert isinstance(engine, Engine)
-        engine.refusal = _inherited
-        engine.launcher.ready = False
-        engine.memory.lose()
-        engine.scratch.stop()
+        engine.disown()
     loss.after_fork()
 
 

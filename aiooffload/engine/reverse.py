@@ -479,6 +479,15 @@ class Reverse:
         if self._opening is not None:
             self._opening.cancel()
 
+    def disown(self) -> list[Operation[None]]:
+        """In a forked child, which does not have the channel's memory: touch it no more; returns what called."""
+        if self.channel is not None:
+            self.channel.close()
+        self._opened = None
+        self._ending.clear()
+        callers, self.callers = self.callers, {}
+        return list(callers)
+
     def close(self) -> None:
         """Let go of the channel's memory; nothing is on the device any more."""
         if self.channel is not None:
