@@ -502,7 +502,8 @@ class Scheduler(Generic[_W, _L]):
         # One that never ran leaves what it had to come after to those who came after it.
         inherited = operation.deps if operation.finished else None
         for follower in followers or ():
-            if inherited and follower.deps is not None:
+            # One that is over leads there by what it came after itself, as far as anybody asks.
+            if inherited and follower.deps is not None and not follower.finished:
                 known = set(follower.deps)
                 new = [dep for dep in inherited if dep not in known]
                 follower.deps += new
