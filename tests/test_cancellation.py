@@ -7,14 +7,17 @@ The matrix is in ``cancel_cells.py``. What belongs to one kind alone is tested w
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiooffload as ao
 from tests.cancel_cells import EXCLUDED, KINDS, STATES, WAITS, cell, cells, where
-from tests.kernels import Boom, add, rig, turns
+from tests.kernels import Boom, add, hold, rig, turns, until
+from tests.reverse_kernels import ask, calling_rig
 
 EXPECTED: dict[str, Any] = {
     "task": asyncio.CancelledError,
@@ -139,3 +142,59 @@ async def test_chain_is_cancelled_in_any_order(order: str, monkeypatch: pytest.M
         before.set_result(None)
         await r.launch(add, word, 1)
         assert await r.read(word) == 8
+
+
+async def test_dropping_an_operation_waits_for_nothing(device_label: str) -> None:
+    """The last reference to an operation in flight may go: nobody waits, and its memory lives until it is done."""
+    async with rig(device_label, lanes=1) as r:
+        word, gate = r.word(1), await r.hold()
+        before = r.off.stats()["buffers"]
+        dropped = [r.launch(add, r.word(1), 1) for _ in range(10)]
+        r.launch(add, word, 1)
+        del dropped
+        gc.collect()
+        assert r.off.stats()["buffers"] == before + 10
+        assert not r.holds[0].finished
+        gate.open()
+        assert await r.read(word) == 2
+        await until(lambda: r.off.stats()["buffers"] == before)
+
+
+@pytest.mark.parametrize("where", ["done callback", "handler", "host task", "custom operation"])
+async def test_memory_freed_in_what_the_library_calls(device_label: str, where: str) -> None:
+    """A program may free memory, in use or not, in whatever the library calls, while other work is in flight."""
+    async with calling_rig(device_label) as r:
+        await r.off.load(ask, add, hold)
+        gate = await r.rig.hold(r.off.lanes[0])
+        value, report = r.array(1), r.array(2, np.int32)
+        used, idle = r.rig.word(1), r.off.empty(100, np.uint8)
+        r.rig.launch(add, used, 1, lane=r.off.lanes[0])
+        before, freed = r.off.stats()["buffers"], asyncio.Event()
+
+        def free(*_: object) -> None:
+            used.close()
+            idle.close()
+            freed.set()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            free()
+            return x
+
+        async def step() -> None:
+            free()
+
+        if where == "done callback":
+            r.off.host_task(turns).add_done_callback(free)
+        elif where == "handler":
+            await r.launch(ask, 3, value, report)
+        elif where == "host task":
+            await r.off.host_task(step)
+        else:
+            r.off.custom_operation(free, lane=r.off.lanes[1])
+        await freed.wait()
+        await until(lambda: r.off.stats()["buffers"] == before - 1, "what nothing uses is freed")
+        await turns()
+        assert r.off.stats()["buffers"] == before - 1
+        gate.open()
+        await until(lambda: r.off.stats()["buffers"] == before - 2, "and the other one when its launch is done")
