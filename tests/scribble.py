@@ -5,7 +5,7 @@ longer runs, also on an extension that was built with sanitizers::
 
     python -m tests.scribble --minutes 5 --seed 1
 
-    CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" \\
+    CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" LDFLAGS="-fsanitize=address,undefined" \\
         python setup.py build_ext --inplace --force
     LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \\
         ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc python -m tests.scribble --minutes 5
@@ -252,7 +252,7 @@ def random_steps(random: random.Random) -> list[Step]:
         elif kind < 0.8:
             steps.append(Write(random.choice(REGIONS), random.randrange(2**20), _random_data(random)))
         else:
-            steps.append(_random_descriptor(random))
+            steps.append(random_descriptor(random))
     return steps
 
 
@@ -263,7 +263,7 @@ def _random_data(random: random.Random) -> bytes:
     return random.randbytes(random.choice((1, 8, 8, 16, 64, 256, 4096)))
 
 
-def _random_descriptor(random: random.Random) -> Descriptor:
+def random_descriptor(random: random.Random) -> Descriptor:
     names: list[str | int] = ["f", "batch", "mapped", "slow", "record", random.randrange(2**24)]
     made = wire.Descriptor(
         0,

@@ -60,7 +60,7 @@ WRITES = st.builds(
         st.binary(min_size=1, max_size=64), st.sampled_from(scribble.WORDS).map(lambda n: n.to_bytes(8, "little"))
     ),
 )
-DESCRIPTORS = st.randoms(use_true_random=False).map(scribble._random_descriptor)
+DESCRIPTORS = st.randoms(use_true_random=False).map(scribble.random_descriptor)
 
 
 @hypothesis.settings(max_examples=20)
