@@ -5,8 +5,8 @@ longer runs, also on an extension that was built with sanitizers::
 
     python -m tests.scribble --minutes 5 --seed 1
 
-    CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" LDFLAGS="-fsanitize=address,undefined" \\
-        python setup.py build_ext --inplace --force
+    CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1" \\
+        LDFLAGS="-fsanitize=address,undefined" python setup.py build_ext --inplace --force
     LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \\
         ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc python -m tests.scribble --minutes 5
 """

@@ -334,6 +334,10 @@ class FaultyDevice:
         """Return (free, total) bytes."""
         return self._call("memory_info", self.inner.memory_info)
 
+    def mapped_memory(self, address: int, nbytes: int) -> object:
+        """Return what keeps memory alive that a kernel has named."""
+        return self._call("mapped_memory", lambda: self.inner.mapped_memory(address, nbytes))
+
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map and register host memory."""
         memory = self._call("register", lambda: self.inner.register(nbytes))
