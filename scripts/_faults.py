@@ -151,7 +151,8 @@ async def hand_out(ahead: deque[Unit], tally: Tally, loop: str) -> None:
             )
         rest = await follow(process, unit, tally)
         if rest is not None:
-            process.kill()
+            if process.returncode is None:
+                process.kill()
             await process.wait()
             process = None
             ahead.appendleft(rest)
@@ -173,13 +174,13 @@ async def follow(process: asyncio.subprocess.Process, unit: Unit, tally: Tally) 
         try:
             line = await asyncio.wait_for(process.stdout.readline(), SILENT_S)
         except TimeoutError:
-            line = b""
-        if not line:
-            at += unit.step
-            how = "does not go on" if process.returncode is None else f"ended with {process.returncode}"
             tally.hangs += 1
-            tally.problems.append(f"{unit} {at}: hang: the process {how}")
-            return unit._replace(first=at + unit.step)
+            tally.problems.append(f"{unit} {at + unit.step}: hang: the process does not go on")
+            return unit._replace(first=at + 2 * unit.step)
+        if not line:
+            tally.wrong += 1
+            tally.problems.append(f"{unit} {at + unit.step}: wrong: the process ended with {await process.wait()}")
+            return unit._replace(first=at + 2 * unit.step)
         case = json.loads(line)
         if case is None:
             return None
