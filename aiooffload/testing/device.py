@@ -217,18 +217,27 @@ class FaultyDevice:
         return {kind: count for kind, count in made.items() if count}
 
     def bury(self) -> None:
-        """Clear away what a loss or a deadline leaves on purpose; on a GPU the end of the process does.
+        """Clear away what a loss or a deadline leaves on purpose; after a real fault only the end of the process does.
 
-        What streams wait for is released, they run out, and the device is closed. A kernel that does not end holds
-        it up. *Thread:* any; the Offload must be through with the device.
+        What streams wait for is released, they run out, and everything is given back. A kernel that does not end
+        holds it up. *Thread:* any; the Offload must be through with the device.
         """
+        if self.closed:
+            return
         self.release()
+        wakes = {descriptor: _eventfd_id(copy) for descriptor, copy in self._wakes.items()}
         for stream in list(self._streams):
             stream.let_go()
-        left = {descriptor: identity for descriptor, copy in self._wakes.items() if (identity := _eventfd_id(copy))}
+            stream.give_back()
+        for memory in list(self._registered.values()):
+            self._unregister(memory)  # waits until everything is idle
+        for event in list(self._events):
+            event.give_back()
+        for block in list(self._blocks.values()):
+            self._free(block)
         self._close_inner()
-        for descriptor, identity in left.items():
-            if _eventfd_id(descriptor) == identity:
+        for descriptor, identity in wakes.items():
+            if identity is not None and _eventfd_id(descriptor) == identity:
                 os.close(descriptor)
 
     # -- passing on ------------------------------------------------------------------------
@@ -478,9 +487,10 @@ class FaultyEvent:
 
     def close(self) -> None:
         """Destroy it."""
-        self._device._call("close_event", self._close)
+        self._device._call("close_event", self.give_back)
 
-    def _close(self) -> None:
+    def give_back(self) -> None:
+        """Destroy it, whatever is planned."""
         self._device._events.discard(self)
         self.inner.close()
 
@@ -603,9 +613,10 @@ class FaultyStream:
 
     def close(self) -> None:
         """Destroy it."""
-        self._device._call("close_stream", self._close)
+        self._device._call("close_stream", self.give_back)
 
-    def _close(self) -> None:
+    def give_back(self) -> None:
+        """Destroy it, whatever is planned."""
         self._device._streams.discard(self)
         self.inner.close()
 
