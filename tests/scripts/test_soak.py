@@ -62,7 +62,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("field", "growth", "leaks"),
-    [("resident_bytes", 10 << 20, 0), ("resident_bytes", 50 << 20, 1), ("descriptors", 1, 1), ("threads", 1, 1),
+    [("resident_bytes", 10 << 20, 0), ("resident_bytes", 50 << 20, 1), ("descriptors", 1, 1), ("threads", 2, 0), ("threads", 3, 1),
      ("device_bytes", 1, 1), ("handles", 1, 1)],
 )  # fmt: skip
 def test_growth_is_a_leak(script: ModuleType, field: str, growth: int, leaks: int) -> None:
