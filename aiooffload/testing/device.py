@@ -348,7 +348,7 @@ class FaultyDevice:
 
     def mapped_memory(self, address: int, nbytes: int) -> object:
         """Return what keeps memory alive that a kernel has named."""
-        return self._call("mapped_memory", lambda: self.inner.mapped_memory(address, nbytes))
+        return self.attempt("mapped_memory", lambda: self.inner.mapped_memory(address, nbytes))
 
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map and register host memory."""
@@ -390,7 +390,7 @@ class FaultyDevice:
     def rows(self, *box: int) -> Callable[[Any], None] | None:
         """Return what copies rows faster than ``enqueue_copy_box``, if anything does; no driver call."""
         call = self.inner.rows(*box)
-        return None if call is None else lambda stream: self._call("rows", lambda: call(_inner(stream)))
+        return None if call is None else lambda stream: self.attempt("rows", lambda: call(inner_of(stream)))
 
     def check(self, stream: Stream) -> None:
         """Ask whether the device is well."""
