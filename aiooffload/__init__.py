@@ -7,8 +7,11 @@ Layers, each importing only what stands to its right::
 ``offload.py`` is what a program holds, ``group.py`` the same for several devices, ``kernel.py`` and
 ``buffer.py`` are what it passes in, ``operation.py`` is what it gets back. ``engine/`` runs one
 device under one loop, ``rules/`` decides and does no I/O, ``drivers/`` are the devices (``cuda`` is
-the only place that imports ``cuda.*``), ``_native/`` is the C extension.
+the only place that imports ``cuda.*``), ``_native/`` is the C extension. ``service/``
+stands above: it serves programs over HTTP.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from aiooffload.buffer import Buffer, PinnedArray
 from aiooffload.drivers.api import DeviceProperties
@@ -36,7 +39,11 @@ from aiooffload.offload import Offload
 from aiooffload.operation import Operation
 from aiooffload.paths import include_dir
 
+if TYPE_CHECKING:
+    from aiooffload.service.app import App
+
 __all__ = [
+    "App",
     "BoundLaunch",
     "Buffer",
     "Call",
@@ -68,3 +75,12 @@ __all__ = [
     "include_dir",
     "kernel",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only some programs use when they name it."""
+    if name == "App":
+        from aiooffload.service.app import App
+
+        return App
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

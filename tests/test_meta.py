@@ -19,6 +19,7 @@ PACKAGE = ROOT / "aiooffload"
 
 # Modules without a test module of their own, each with the reason.
 UNTESTED = {
+    "__main__.py": "tests/service/test_cli.py runs it",
     "_native/handler.c": "tests/_native/test_channel.py runs it",
     "_native/request.c": "tests/_native/test_channel.py runs it",
     "_native/host_stream.c": "the conformance tests in tests/drivers run it",
@@ -28,7 +29,10 @@ UNTESTED = {
 }
 
 # What `import aiooffload` must not load: each costs time, or talks to a driver.
-HEAVY = ("cuda", "uvloop", "structlog", "rich", "matplotlib", "aiooffload.drivers.cuda", "aiooffload.examples")
+HEAVY = (
+    *("cuda", "uvloop", "structlog", "rich", "matplotlib", "orjson", "starlette", "uvicorn", "prometheus_client"),
+    *("aiooffload.drivers.cuda", "aiooffload.examples", "aiooffload.service"),
+)
 
 # Paths that only one machine has.
 PRIVATE = re.compile(r"(?<![\w.$}/])/(?:(?:work|root|home|Users)/\w|tmp/v3)")

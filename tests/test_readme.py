@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -39,6 +40,7 @@ EXAMPLES = {
     "Example": "{device} 1998.0",
     "Calls from kernels": "15.0",
     "Graphs, streams of others, and lanes": "answer 3.0 5.0",
+    "Serving": "[[2.0, 2.0, 2.0, 2.0]]",
     "Several GPUs": "[7, 7, 12, 13] [10, 11, 12, 13]",
     "Testing your program": "4 of 5",
 }
@@ -84,6 +86,24 @@ def test_examples_run_on_the_host(tmp_path: Path, heading: str) -> None:
 def test_examples_run_on_a_gpu(tmp_path: Path, heading: str) -> None:
     """Each example runs as printed on a GPU, and prints what the text says."""
     check_example(tmp_path, heading, "cuda:0")
+
+
+def test_served_example_answers_a_request(tmp_path: Path) -> None:
+    """The program of the section on serving can be asked as its first command does, which prints what is beside it."""
+    (tmp_path / "scaler.py").write_text(example_of("Serving"), encoding="utf-8")
+    line = next(line for block in blocks("sh") for line in block.splitlines() if line.startswith("aiooffload run "))
+    command, _, comment = line.partition("#")
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command), "--device", "host"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert comment.strip().endswith(f": {result.stdout.strip()}")
 
 
 @on_each
@@ -138,6 +158,7 @@ def test_options_in_the_text_exist() -> None:
             ("scripts/check",),
             ("scripts/bench", "completion"),
             ("scripts/bench", "reverse"),
+            (sys.executable, "-m", "aiooffload", "serve"),
         )
     )
     options = {word for span in code_spans() if span.startswith("--") for word in span.split() if word[0] == "-"}

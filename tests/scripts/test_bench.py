@@ -431,3 +431,19 @@ def test_cancel_smoke() -> None:
     assert len({(row["loop"], row["way"], row["order"]) for row in figures["rows"]}) == len(figures["rows"]) == 18
     assert all(row["ms"] > 0 for row in figures["rows"])
     assert figures["met"] == (figures["slowest_ms"] <= figures["bar_ms"])
+
+
+# -- serve ---------------------------------------------------------------------------------
+
+
+def test_serving_is_measured() -> None:
+    """``serve`` has figures for every way to serve, none of which fails, for replacements and for stops."""
+    done = bench("serve", "--device", "host", "--smoke", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert set(figures["rows"]) == {"echo", "fastapi", "nothing", "single", "batched"}
+    assert all(row["requests_per_s"] > 0 and row["failures"] == 0 for row in figures["rows"].values())
+    assert set(figures["ratios"]) == set(figures["bars"])
+    assert len(figures["replaced_s"]) == 1
+    assert [(stop["status"], stop["unanswered"]) for stop in figures["stops"]] == [(0, 0)]
+    assert "SIGTERM under load" in done.stderr

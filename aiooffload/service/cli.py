@@ -1,0 +1,236 @@
+"""The commands: ``serve``, ``run``, ``devices``, ``doctor``, ``version``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version as version_of
+from typing import Any
+
+import numpy as np
+import orjson
+import uvloop
+
+from aiooffload.errors import OffloadError, UsageError
+from aiooffload.service import config as settings
+from aiooffload.service import doctor as examination
+from aiooffload.service.app import App, Endpoint, RequestError
+from aiooffload.service.device import ServedOffload, load_app
+from aiooffload.service.logs import bridge_logging, configure_logs
+from aiooffload.service.protocol import ProtocolError, Tensor, encode_response, parse_request
+from aiooffload.service.tensors import data_of
+
+__all__ = ["main"]
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve a program over HTTP until a signal ends it: the Open Inference Protocol v2, and /metrics.
+
+    SIGTERM and SIGINT let requests finish for --grace-s seconds; the exit status is 0 if all did.
+    """
+    from aiooffload.service.worker import serve as serve_worker
+
+    app = options.app or os.environ.get("AIOOFFLOAD_APP")
+    if not app:
+        raise UsageError("name the program as MODULE:APP (or in AIOOFFLOAD_APP)")
+    config = settings.load(vars(options), os.environ)
+    writer = configure_logs(config.log_format, config.log_level)
+    bridge_logging()
+    try:
+        status: int = _run(serve_worker(config, app))
+        return status
+    finally:
+        writer.close()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer one request without a server, and print the outputs.
+
+    An input is NAME=JSON, such as x=[[1,2],[3,4]], or NAME=@FILE.npy.
+    """
+    sys.path.insert(0, os.getcwd())
+    app = load_app(options.app)
+    name = options.endpoint or next(iter(app.endpoints))
+    if name not in app.endpoints:
+        raise UsageError(f"{options.app} has no endpoint {name!r}: there are {', '.join(app.endpoints)}")
+    endpoint = app.endpoints[name]
+    body, json_nbytes = _request(endpoint, dict(_split(one) for one in options.inputs))
+    message = _run(_answer(app, endpoint, options.device, body, json_nbytes))
+    if options.json:
+        _print_json(message["outputs"])
+    else:
+        for output in message["outputs"]:
+            shape = "x".join(map(str, output["shape"])) or "scalar"
+            print(f"{output['name']} ({output['datatype']}, {shape}): {orjson.dumps(output['data']).decode()}")
+    return 0
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"an input is NAME=JSON or NAME=@FILE.npy, not {text!r}")
+    return name, value
+
+
+def _request(endpoint: Endpoint, inputs: Mapping[str, str]) -> tuple[bytes, int]:
+    """Return the request that a client would send, so that it is checked as a client's is."""
+    specs = {spec.name: spec for spec in endpoint.declaration.inputs}
+    entries, parts = [], []
+    for name, text in inputs.items():
+        entry: dict[str, Any] = {"name": name}
+        if name in specs:
+            entry["datatype"] = specs[name].datatype.name
+        if text.startswith("@"):
+            try:
+                array = np.load(text[1:], allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"input {name!r}: {text[1:]} cannot be read: {error}") from None
+            if name in specs and array.dtype != specs[name].datatype.dtype:
+                raise UsageError(f"input {name!r} is {specs[name].datatype.name}, the file has {array.dtype}")
+            data = bytes(data_of(specs[name].datatype, array)) if name in specs else b""
+            parts.append(data)
+            entry |= {"shape": array.shape, "parameters": {"binary_data_size": len(data)}}
+        else:
+            try:
+                value = orjson.loads(text)
+            except orjson.JSONDecodeError as error:
+                raise UsageError(f"input {name!r} is not JSON: {error}") from None
+            entry |= {"shape": _shape_of(value), "data": value if isinstance(value, list) else [value]}
+        entries.append(entry)
+    head = orjson.dumps({"inputs": entries})
+    return b"".join((head, *parts)), len(head)
+
+
+def _shape_of(value: Any) -> list[int]:
+    shape = []
+    while isinstance(value, list):
+        shape.append(len(value))
+        value = value[0] if value else None
+    return shape
+
+
+async def _answer(app: App, endpoint: Endpoint, device: str, body: bytes, json_nbytes: int) -> Any:
+    request = parse_request(endpoint.declaration, body, json_nbytes)
+    async with ServedOffload(device) as off:
+        await app.start(off)
+        shapes, data = await endpoint.call_with_data(
+            off, [tensor.shape for tensor in request.inputs], [tensor.data for tensor in request.inputs]
+        )
+        await app.stop(off)
+    outputs = [Tensor(shape, bytes(content)) for shape, content in zip(shapes, data, strict=True)]
+    text, _ = encode_response(endpoint.declaration, request, outputs)
+    return orjson.loads(text)
+
+
+def devices(options: argparse.Namespace) -> int:
+    """List what --device can name: the GPUs, and the host."""
+    _show(examination.as_rows(_run(examination.devices())), options.json)
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Look at driver, environment and limits, run the self-test, measure awaits, and say what to change and why.
+
+    The exit status is 1 if something does not work.
+    """
+    findings = _run(examination.examine(options.device))
+    _show(examination.as_rows(findings), options.json)
+    return 1 if examination.failed(findings) else 0
+
+
+def version(options: argparse.Namespace) -> int:
+    """Print the version of the package and of what it runs on."""
+    names = ("aiooffload", "cuda-python", "numpy", "uvloop", "starlette", "uvicorn")
+    versions = {"python": platform.python_version()} | {name: version_of(name) for name in names}
+    if options.json:
+        _print_json(versions)
+    else:
+        for name, number in versions.items():
+            print(name, number)
+    return 0
+
+
+def _run(coroutine: Any) -> Any:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode())
+
+
+def _show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
+    """Print rows as JSON, as a table on a terminal, or as plain lines."""
+    if as_json:
+        _print_json(rows)
+        return
+    cells = [[str(value) for value in row.values()] for row in rows]
+    if not sys.stdout.isatty():
+        for row in cells:
+            print("\t".join(row))
+        return
+    cells.insert(0, [name.replace("_", " ") for name in rows[0]])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    top = argparse.ArgumentParser(prog="aiooffload", description="Await CUDA kernels, and serve programs that do.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(function: Any, help: str, **options: Any) -> argparse.ArgumentParser:
+        one = commands.add_parser(
+            function.__name__,
+            help=help,
+            description=function.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+        one.set_defaults(run=function)
+        return one
+
+    epilog = "A flag wins over its variable, a variable over the file:\n\n" + settings.table()
+    usage = "aiooffload serve [FLAGS] MODULE:APP"
+    one = add(serve, "serve MODULE:APP over HTTP", epilog=epilog, usage=usage)
+    one.add_argument("app", nargs="?", metavar="MODULE:APP", help="where the ao.App is, from the working folder on")
+    settings.add_flags(one)
+    one = add(run, "answer one request without a server")
+    one.add_argument("app", metavar="MODULE:APP", help="where the ao.App is, from the working folder on")
+    one.add_argument("--endpoint", metavar="NAME", help="default: the first one")
+    one.add_argument("inputs", nargs="*", metavar="NAME=VALUE", help="JSON, or @FILE.npy")
+    _add_device(one)
+    _add_json(one)
+    _add_json(add(devices, "list the devices"))
+    one = add(doctor, "examine this machine")
+    _add_device(one)
+    _add_json(one)
+    _add_json(add(version, "print versions"))
+    return top
+
+
+def _add_device(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
+
+
+def _add_json(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except UsageError as error:
+        print(f"aiooffload {options.command}: {error}", file=sys.stderr)
+        return 2
+    except (OffloadError, ProtocolError, RequestError) as error:
+        print(f"aiooffload {options.command}: {error}", file=sys.stderr)
+        return 1
+    return status

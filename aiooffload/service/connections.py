@@ -1,0 +1,101 @@
+"""What one client may take of the server: uvicorn's protocol with limits on time, headers and connections."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from aiooffload.service.protocol import error_body
+
+__all__ = ["MAX_HEAD_NBYTES", "Limits", "limited"]
+
+MAX_HEAD_NBYTES: Final = 64 << 10
+"""Bytes of a request's line and headers. One that comes in a single piece may have more, as much as a read gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client is held to."""
+
+    max_connections: int
+    receive_timeout_s: float
+    """From a request's first byte to its last; a new connection's first request counts from its opening."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Nothing that a client does or leaves undone keeps it open for longer than the limits."""
+
+    limits: Limits
+
+    _deadline: asyncio.TimerHandle | None = None
+    _in_head = True
+    _head_nbytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            transport.abort()
+            return
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._unset_keepalive_if_required()  # uvicorn leaves it when the connection was reset
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._head_nbytes = self._head_nbytes + len(data) if self._in_head else 0
+        if self._head_nbytes > MAX_HEAD_NBYTES:
+            self._refuse(b"431 Request Header Fields Too Large", "the headers are too large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        if self._deadline is None:
+            self._arm()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._disarm()
+        super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; one that has not even taken its response is cut off."""
+        if not self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def _arm(self) -> None:
+        self._deadline = self.loop.call_later(self.limits.receive_timeout_s, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(b"408 Request Timeout", "the request did not come in time")
+        else:
+            self.transport.abort()  # the application sees that the client is gone
+
+    def _refuse(self, status: bytes, text: str) -> None:
+        """Answer a request of which there is no whole head, and close."""
+        if not self.transport.is_closing():
+            body = error_body(text)
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(body)) + body)
+            self.transport.close()
+
+
+def limited(limits: Limits) -> type[LimitedProtocol]:
+    """Return a protocol class with these limits, as uvicorn's configuration takes it."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})

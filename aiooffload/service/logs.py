@@ -1,0 +1,158 @@
+"""structlog's set-up, for the front and the device processes, and a writer that never blocks the loop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, Final, TextIO
+
+import orjson
+import structlog
+
+__all__ = ["FORMATS", "LEVELS", "LineWriter", "bridge_logging", "configure_logs", "log_request"]
+
+FORMATS: Final = ("json", "console")
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+class LineWriter:
+    """Writes lines on a thread of its own: whoever reads them may be slow.
+
+    The thread is woken once for all lines of ``GATHER_S`` seconds, since waking it costs more than a line. Lines
+    beyond ``MOST_WAITING`` are dropped, and how many is written when there is room again.
+    """
+
+    MOST_WAITING: Final = 100_000
+    GATHER_S: Final = 0.02
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lines: deque[str] = deque()
+        self._dropped = 0
+        self._woken = False
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="aiooffload-log", daemon=True)
+        self._thread.start()
+
+    def write_line(self, line: str) -> None:
+        """Take a line without its end; any thread."""
+        if len(self._lines) >= self.MOST_WAITING:
+            self._dropped += 1
+            return
+        self._lines.append(line)
+        if not self._woken:
+            self._woken = True
+            self._wake.set()
+
+    def _run(self) -> None:
+        with suppress(OSError, ValueError):  # nobody reads any more
+            while not self._closed.is_set():
+                self._wake.wait()
+                self._wake.clear()
+                self._closed.wait(self.GATHER_S)
+                self._woken = False  # before the lines are taken: whoever comes later wakes again
+                self._write()
+            self._write()
+
+    def _write(self) -> None:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        if self._dropped:
+            lines.append(f"{self._dropped} lines of the log were dropped: they are read too slowly")
+            self._dropped = 0
+        if lines:
+            self._file.write("\n".join(lines) + "\n")
+            self._file.flush()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what was taken, for so many seconds at most; idempotent."""
+        self._closed.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+
+class _Logger:
+    """What structlog calls with a finished line."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer = writer
+
+    def msg(self, line: str) -> None:
+        self._writer.write_line(line)
+
+    log = debug = info = warn = warning = error = err = critical = exception = fatal = failure = msg
+
+
+def configure_logs(format: str, level: str, file: TextIO | None = None) -> LineWriter:
+    """Let structlog write lines of that format, from that level on, to standard error or ``file``.
+
+    Raises
+    ------
+    KeyError
+        There is no such format.
+    """
+    global _requests
+    file = file or sys.stderr
+    forms: dict[str, list[Any]] = {
+        "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)],
+        "console": [structlog.dev.ConsoleRenderer(colors=file.isatty())],
+    }
+    ends = forms[format]
+    writer = LineWriter(file)
+    least = getattr(logging, level.upper())
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *ends,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(least),
+        logger_factory=lambda *_: _Logger(writer),
+        cache_logger_on_first_use=True,
+    )
+    _requests = (writer if format == "json" else None, least <= logging.INFO)
+    return writer
+
+
+class _Bridge(logging.Handler):
+    """Gives structlog what other libraries say to the standard library's logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger("aiooffload")
+        log.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
+
+
+def bridge_logging(level: int = logging.WARNING) -> logging.Handler:
+    """Let what is said to the standard library's logging come out as lines of the log, from that level on."""
+    bridge = _Bridge(level)
+    logging.getLogger().addHandler(bridge)
+    return bridge
+
+
+# Where the lines of requests go past structlog, None if nowhere; and whether they are written at all.
+_requests: tuple[LineWriter | None, bool] = (None, True)
+
+
+def log_request(fields: dict[str, Any]) -> None:
+    """Write the line of one request, at level ``info``.
+
+    As JSON it is made here, the same as structlog would make it: its chain of processors costs as much as all the
+    rest of a request.
+    """
+    writer, wanted = _requests
+    if not wanted:
+        return
+    if writer is None:
+        structlog.get_logger("aiooffload").info("request", **fields)
+        return
+    fields["event"], fields["level"] = "request", "info"
+    fields["timestamp"] = datetime.now(UTC)
+    writer.write_line(orjson.dumps(fields, option=orjson.OPT_UTC_Z).decode())
+
+
+def _to_json(event: Any, **_: Any) -> str:
+    return orjson.dumps(event, default=str).decode()

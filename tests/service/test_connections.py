@@ -1,0 +1,156 @@
+"""What one client may take of the server, by hand-made connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from aiooffload.service.connections import MAX_HEAD_NBYTES, Limits, limited
+from tests.service.support import Response
+
+
+class Site:
+    """An ASGI application that reads everything, notes how that ended, and answers with so many bytes."""
+
+    def __init__(self, nbytes: int = 2) -> None:
+        self.ends: asyncio.Queue[str] = asyncio.Queue()
+        self._nbytes = nbytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        while message.get("more_body"):
+            message = await receive()
+        self.ends.put_nowait(message["type"])
+        headers = [(b"content-length", b"%d" % self._nbytes)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(self._nbytes)})
+
+
+@asynccontextmanager
+async def server_of(site: Site, keep_alive_s: float = 5.0, **limits: Any) -> AsyncIterator[int]:
+    """A server with these limits; gives its port."""
+    given = {"max_connections": 100, "receive_timeout_s": 5.0} | limits
+    protocol = limited(Limits(**given))
+    config = uvicorn.Config(site, http=protocol, ws="none", lifespan="off", log_config=None)
+    config.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[])
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(
+        lambda: protocol(config=config, server_state=server.server_state, app_state={}), "127.0.0.1", 0
+    )
+    try:
+        yield listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        await listener.wait_closed()
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(port: int, text: bytes = b"", **options: Any) -> Streams:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)
+    writer.write(text)
+    return reader, writer
+
+
+async def rest(streams: Streams) -> Response:
+    """Read until the connection is closed."""
+    try:
+        return Response(await asyncio.wait_for(streams[0].read(), 10))
+    except ConnectionResetError:
+        return Response(b"")
+    finally:
+        streams[1].close()
+
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
+
+
+async def test_request_in_time() -> None:
+    """An ordinary request is answered, and its connection serves another."""
+    async with server_of(Site(), receive_timeout_s=5.0) as port:
+        reader, writer = await connect(port, GET + b"\r\n")
+        assert (await reader.readuntil(b"\0\0")).startswith(b"HTTP/1.1 200")
+        writer.write(GET + b"connection: close\r\n\r\n")
+        assert (await rest((reader, writer))).status == 200
+
+
+@pytest.mark.parametrize("text", [b"", b"GET / HT", GET, GET + b"more: "])
+async def test_head_that_never_ends(text: bytes) -> None:
+    """A client that does not get to the end of its headers is told so and cut off."""
+    async with server_of(Site(), receive_timeout_s=0.05) as port:
+        assert (await rest(await connect(port, text))).status == 408
+
+
+async def test_body_that_never_ends() -> None:
+    """A client that does not get to the end of its body is cut off, and the application hears of it."""
+    site = Site()
+    async with server_of(site, receive_timeout_s=0.05) as port:
+        streams = await connect(port, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nbody")
+        assert (await rest(streams)).status == 0
+        assert await site.ends.get() == "http.disconnect"
+
+
+async def test_idle_connection_is_closed() -> None:
+    """A connection without a further request ends after a while."""
+    async with server_of(Site(), keep_alive_s=0.05) as port:
+        assert (await rest(await connect(port, GET + b"\r\n"))).status == 200
+
+
+async def test_client_that_does_not_take_its_response() -> None:
+    """A response that nobody reads does not stay for ever."""
+    async with server_of(Site(1 << 26), keep_alive_s=0.05) as port:
+        reader, writer = await connect(port, GET + b"\r\n", limit=1)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        ended = asyncio.Event()
+        for _ in range(500):
+            if writer.transport.is_closing() or ended.is_set():
+                break
+            writer.write(b"x")  # fails once the other side is gone
+            try:
+                await asyncio.wait_for(writer.drain(), 5)
+            except ConnectionError:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            pytest.fail("the connection is still there")
+        writer.close()
+
+
+async def test_head_that_is_too_large() -> None:
+    """Headers have a limit, whether they are many or one."""
+    for junk in (b"a: b\r\n" * 20_000, b"a: " + b"b" * 120_000):
+        async with server_of(Site()) as port:
+            reader, writer = await connect(port, GET)
+            for at in range(0, len(junk), MAX_HEAD_NBYTES // 4):
+                writer.write(junk[at : at + MAX_HEAD_NBYTES // 4])
+                try:
+                    await writer.drain()
+                except ConnectionError:
+                    break
+            assert (await rest((reader, writer))).status in (431, 0)
+
+
+async def test_too_many_connections() -> None:
+    """Beyond the limit a connection is closed at once; when another has ended there is room again."""
+    async with server_of(Site(), max_connections=2) as port:
+        first = await connect(port, GET)
+        second = await connect(port, GET)
+        third = await connect(port, GET + b"\r\n")
+        assert (await rest(third)).status == 0
+        first[1].write(b"connection: close\r\n\r\n")
+        assert (await rest(first)).status == 200
+        fourth = await connect(port, GET + b"connection: close\r\n\r\n")
+        assert (await rest(fourth)).status == 200
+        second[1].close()

@@ -1,0 +1,174 @@
+"""The device process's own part, without a process: handlers, their operations, start and stop.
+
+What a loss does is in ``test_supervisor.py``: an Offload that is lost leaves threads behind, as it must.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aiooffload as ao
+from aiooffload.service.device import DeviceProcess, Link, ServedOffload, load_app
+from tests.service import sample_app
+
+
+class Front(Link):
+    """The other end of the connection, with what was sent to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[dict[str, Any]] = []
+        self.news = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, message: dict[str, Any], data: Sequence[Any] = ()) -> None:
+        if message["kind"] == "beat":
+            return
+        self.sent.append(message | {"data": [bytes(one) for one in data]})
+        task = asyncio.create_task(self._tell())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self) -> None:
+        async with self.news:
+            self.news.notify_all()
+
+    async def heard(self, kind: str, **values: Any) -> dict[str, Any]:
+        """Wait for a message and return it."""
+
+        def found() -> dict[str, Any] | None:
+            return next((one for one in self.sent if one["kind"] == kind and one.items() >= values.items()), None)
+
+        async with self.news, asyncio.timeout(10):
+            await self.news.wait_for(found)
+        message = found()
+        assert message is not None
+        return message
+
+    def call(self, number: int, endpoint: str, value: int = 0, **more: Any) -> None:
+        data = np.array([value], np.int32).tobytes()
+        message = {"kind": "call", "call": number, "endpoint": endpoint, "shapes": [[1]], "sizes": [len(data)]} | more
+        assert self._receive is not None
+        self._receive(message, memoryview(data))
+
+    def say(self, kind: str, **values: Any) -> None:
+        assert self._receive is not None
+        self._receive({"kind": kind, **values}, memoryview(b""))
+
+
+@contextlib.asynccontextmanager
+async def device_of(app: ao.App = sample_app.app) -> AsyncIterator[tuple[Front, asyncio.Task[int]]]:
+    """A device process on the test's loop, ready; the task gives its exit status."""
+    sample_app.states.clear()
+    front = Front()
+    async with ServedOffload("host", lanes=2) as off:
+        running = asyncio.create_task(DeviceProcess(front, app, off).run())
+        await front.heard("ready")
+        try:
+            yield front, running
+        finally:
+            front.say("stop")
+            async with asyncio.timeout(10):
+                await running
+            await asyncio.gather(*front._tasks)
+
+
+async def test_call_is_answered() -> None:
+    """A call gets its result with the time of its handler and of its operations."""
+    async with device_of() as (front, _):
+        front.call(1, "double", shapes=[[1]])  # the bytes of an integer 0 are those of 0.0
+        answer = await front.heard("result", call=1)
+        assert (answer["shapes"], answer["data"]) == ([(1,)], [bytes(4)])
+        assert answer["handler_s"] >= answer["device_s"] > 0
+
+
+async def test_stop_lets_calls_finish() -> None:
+    """After ``stop`` what was called is still answered, and the program's stop hooks run last."""
+    order = []
+    app = ao.App()
+    app.endpoints.update(sample_app.app.endpoints)
+    app.host_functions.extend(sample_app.app.host_functions)
+    app.on_start(sample_app.prepare)
+
+    @app.on_stop
+    async def last(off: ao.Offload) -> None:
+        order.append("second declared runs last")
+
+    @app.on_stop
+    async def first(off: ao.Offload) -> None:
+        order.append(f"{len(front.sent)} messages sent")
+
+    async with device_of(app) as (front, running):
+        front.call(1, "gate")
+        front.call(2, "wait_inside", 1)
+        await front.heard("result", call=2)
+        front.say("stop")
+        sample_app.states[0].gate.set()
+        assert await running == 0
+        assert [one["kind"] for one in front.sent] == ["ready", "result", "result"]
+        assert order == ["3 messages sent", "second declared runs last"]
+
+
+async def test_cancelled_call_ends_its_operations() -> None:
+    """Cancelling a call cancels the kernels that it launched, and it is answered all the same."""
+    async with device_of() as (front, _):
+        front.call(1, "gate_in_kernel")
+        front.call(2, "wait_inside", 1)
+        await front.heard("result", call=2)
+        front.say("cancel", call=1)
+        front.say("cancel", call=77)  # one that is over
+        assert (await front.heard("error", call=1))["status"] == 499
+        front.call(3, "wait_cancelled", 1)
+        await front.heard("result", call=3)
+        assert sample_app.states[0].kernels_cancelled == 1
+
+
+async def test_progress_of_a_kernel() -> None:
+    """A call that asks for it hears what its kernel says."""
+    async with device_of() as (front, _):
+        front.call(1, "gate_in_kernel", progress=True)
+        said = await front.heard("progress", call=1)
+        assert (said["done"], said["total"]) == (1, 3)
+        sample_app.states[0].gate.set()
+        await front.heard("result", call=1)
+
+
+async def test_front_that_goes_away_ends_everything() -> None:
+    """When the connection ends, so do the calls, and the process."""
+    async with device_of() as (front, running):
+        front.call(1, "gate")
+        front.call(2, "wait_inside", 1)
+        await front.heard("result", call=2)
+        front.connection_lost(None)
+        assert await running == 0
+        assert sample_app.states[0].cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("tests.service.nothing:app", "there is no module"),
+        ("nothing_at_all.x:app", "there is no module"),
+        ("tests.service.sample_app:nothing", "has no 'nothing'"),
+        ("tests.service.sample_app:VECTOR", r"not an ao\.App"),
+        ("nonsense", "MODULE:APP"),
+        (":app", "MODULE:APP"),
+        ("tests.service.broken_app:empty", "no endpoints"),
+    ],
+)
+def test_apps_that_cannot_be_loaded(target: str, text: str) -> None:
+    """What is wrong with the name of a program is said."""
+    with pytest.raises(ao.UsageError, match=text):
+        load_app(target)
+
+
+def test_app_is_loaded() -> None:
+    """A program is found by module and attribute, which may be nested."""
+    assert load_app("tests.service.sample_app:app") is sample_app.app
+    assert load_app("tests.service:sample_app.app") is sample_app.app

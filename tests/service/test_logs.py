@@ -1,0 +1,138 @@
+"""Lines of the log, and a writer that holds nobody up."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from aiooffload.service.logs import LineWriter, bridge_logging, configure_logs, log_request
+
+
+@pytest.fixture(autouse=True)
+def _unconfigured() -> Iterator[None]:
+    """What structlog was told is forgotten again."""
+    yield
+    structlog.reset_defaults()
+
+
+def test_json_lines() -> None:
+    """A line is one JSON object with level and time; less severe ones are left out."""
+    file = io.StringIO()
+    writer = configure_logs("json", "info", file)
+    log = structlog.get_logger("x")
+    log.debug("left out")
+    log.info("event", number=1, odd=object)
+    try:
+        raise ValueError("inside")
+    except ValueError as error:
+        log.error("failed", exc_info=error)
+    writer.close()
+    first, second = map(json.loads, file.getvalue().splitlines())
+    assert first.items() >= {"event": "event", "number": 1, "level": "info", "odd": "<class 'object'>"}.items()
+    assert first["timestamp"].endswith("Z")
+    assert "ValueError: inside" in second["exception"]
+
+
+def test_console_lines() -> None:
+    """For people a line is text, without colours where there is no terminal."""
+    file = io.StringIO()
+    writer = configure_logs("console", "warning", file)
+    structlog.get_logger("x").warning("event", number=1)
+    writer.close()
+    assert "event" in file.getvalue()
+    assert "number=1" in file.getvalue()
+    assert "\x1b" not in file.getvalue()
+
+
+def test_unknown_format() -> None:
+    """There are two formats."""
+    with pytest.raises(KeyError):
+        configure_logs("xml", "info", io.StringIO()).close()
+
+
+def test_standard_logging_comes_out_as_lines() -> None:
+    """What other libraries log is a line like any other, with the exception."""
+    file = io.StringIO()
+    writer = configure_logs("json", "info", file)
+    bridge = bridge_logging()
+    try:
+        logging.getLogger("some.library").info("left out")
+        try:
+            raise ValueError("inside")
+        except ValueError:
+            logging.getLogger("some.library").exception("failed %d times", 3)
+    finally:
+        logging.getLogger().removeHandler(bridge)
+    writer.close()
+    [line] = map(json.loads, file.getvalue().splitlines())
+    assert line.items() >= {"event": "failed 3 times", "level": "error", "logger": "some.library"}.items()
+    assert "ValueError: inside" in line["exception"]
+
+
+def test_request_lines_are_like_the_others() -> None:
+    """A request's line has the same form in both formats, and is left out where its level is."""
+    for format, level in (("json", "info"), ("console", "info"), ("json", "warning")):
+        file = io.StringIO()
+        writer = configure_logs(format, level, file)
+        log_request({"id": "seven", "duration_ms": 1.5})
+        structlog.get_logger("x").info("request", id="seven", duration_ms=1.5)
+        writer.close()
+        lines = file.getvalue().splitlines()
+        if level == "warning":
+            assert lines == []
+        elif format == "console":
+            assert [line.partition("Z")[2] for line in lines[1:]] == [lines[0].partition("Z")[2]]
+        else:
+            made, usual = map(json.loads, lines)
+            assert made.keys() == usual.keys()
+            assert re.sub(r"\d", "0", made["timestamp"]) == re.sub(r"\d", "0", usual["timestamp"])
+
+
+class Slow(io.StringIO):
+    """A file whose reader takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.entered.set()
+        self.go_on.wait(10)
+        return super().write(text)
+
+
+def test_slow_reader_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are taken at once while the reader is slow; those that are too many are counted, not kept."""
+    monkeypatch.setattr(LineWriter, "MOST_WAITING", 3)
+    file = Slow()
+    writer = LineWriter(file)
+    writer.write_line("first")
+    assert file.entered.wait(10)
+    for number in range(5):
+        writer.write_line(str(number))
+    file.go_on.set()
+    writer.close()
+    lines = file.getvalue().splitlines()
+    assert lines == ["first", "0", "1", "2", "2 lines of the log were dropped: they are read too slowly"]
+
+
+def test_reader_that_is_gone() -> None:
+    """A closed pipe ends the writing, and nothing else."""
+    read, write = os.pipe()
+    os.close(read)
+    file = os.fdopen(write, "w")
+    writer = LineWriter(file)
+    writer.write_line("line")
+    writer.close()
+    writer.close()
+    with pytest.raises(BrokenPipeError):
+        file.close()

@@ -1,0 +1,282 @@
+"""The worker as an operator has it: faults under load, draining, signals, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.support import ROOT, Response, Served, ask, infer, output, running, served, until
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["die", "lose"])
+async def test_fault_costs_its_own_requests_alone(how: str) -> None:
+    """What was in flight on a lost device gets 503 with ``Retry-After``, then another serves; it stays live."""
+    async with running() as worker:
+        waiting = [asyncio.create_task(infer(worker.port, "gate", i)) for i in range(5)]
+        await infer(worker.port, "wait_inside", 5)
+        responses = [await infer(worker.port, how), *await asyncio.gather(*waiting)]
+        for response in responses:
+            assert (response.status, response.headers["retry-after"]) == (503, "1")
+            assert "the device process is gone" in response.error
+        ready = await ask(worker.port, "GET /v2/health/ready")
+        assert (ready.status, ready.json["ready"]) == (503, False)
+        assert "is being replaced" in ready.json["reason"]
+        assert (await ask(worker.port, "GET /v2/health/live")).json == {"live": True}
+        refused = await infer(worker.port, "double", [1.0])
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert (await ask(worker.port, "GET /v2/models/double")).status == 200
+        assert (await ask(worker.port, "GET /v2/models/double/ready")).status == 503
+        await worker.ready()
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+        assert (await ask(worker.port, "GET /v2/health/ready")).json["devices"][0]["generation"] == 2
+        metrics = (await ask(worker.port, "GET /metrics")).body.decode()
+        assert 'aiooffload_device_faults_total{device="host"} 1.0' in metrics
+        assert 'aiooffload_requests_total{endpoint="gate",outcome="device_lost"} 5.0' in metrics
+
+
+async def test_blocked_handler_does_not_reach_the_front() -> None:
+    """While a handler blocks its loop, health is answered and other requests wait; the hard limit ends it."""
+    async with running(hard_timeout_s=0.5) as worker:
+        blocked = asyncio.create_task(infer(worker.port, "block", 600_000))
+        waiting = asyncio.create_task(infer(worker.port, "double", [1.0]))
+        await until(lambda: worker.dispatcher.in_flight >= 2)
+        assert (await ask(worker.port, "GET /v2/health/live")).json == {"live": True}
+        for response in (await blocked, await waiting):
+            assert response.status == 503
+            assert "longer than the hard limit" in response.error
+        await worker.ready()
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+
+
+async def test_kernel_over_the_hard_limit_costs_the_process() -> None:
+    """A kernel that does not end costs the device process, and the client is told which one it was."""
+    async with running(hard_timeout_s=0.2) as worker:
+        response = await infer(worker.port, "gate_in_kernel")
+        assert response.status == 503
+        assert "wait_for_host" in response.error
+        await worker.ready()
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+
+
+async def test_admission() -> None:
+    """A full worker says so at once, before it has read a body."""
+    async with running(max_queue=2) as worker:
+        waiting = [asyncio.create_task(infer(worker.port, "gate", i)) for i in range(2)]
+        await until(lambda: worker.dispatcher.in_flight >= 2)
+        head = "POST /v2/models/double/infer"
+        refused = await ask(worker.port, head, headers={"content-length": 60_000_000})
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        process = worker.supervisor.ready[0]
+        process.kill_now()
+        assert [(await one).status for one in waiting] == [503, 503]
+
+
+async def test_requests_are_joined() -> None:
+    """Requests that wait share a call, each gets its own rows back, and shapes that differ are not mixed."""
+    async with running() as worker:
+        first = [asyncio.create_task(infer(worker.port, "gated_rows", [1.0])) for _ in range(2)]
+        await until(lambda: len(worker.supervisor.ready[0].calls) >= 2)
+        rest = [asyncio.create_task(infer(worker.port, "gated_rows", [1.0, 2.0])) for _ in range(2)]
+        await until(lambda: worker.dispatcher.in_flight >= 4)
+        await infer(worker.port, "wait_inside", 2)
+        await infer(worker.port, "open_gate", 1)
+        assert [output(await one, "rows") for one in first] == [[1], [1]]
+        assert [output(await one, "rows") for one in rest] == [[4, 4], [4, 4]]
+
+
+# -- as a process --------------------------------------------------------------------------------
+
+
+def test_log_has_a_line_for_each_request(tmp_path: Path) -> None:
+    """A request's line has its id, endpoint, durations, outcome and trace; SIGTERM drains, stops and exits with 0."""
+    goodbye = tmp_path / "goodbye"
+    with served(SAMPLE_APP_GOODBYE=str(goodbye)) as worker:
+        port = worker.port
+        traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        body = {"id": "seven", "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}]}
+        head = "POST /v2/models/double/infer"
+        asyncio.run(ask(port, head, json.dumps(body).encode(), headers={"traceparent": traceparent}))
+        line = worker.line("request", id="seven")
+        expected = {"endpoint": "double", "status": 200, "outcome": "ok", "device": "host", "traceparent": traceparent}
+        assert line.items() >= expected.items()
+        assert line["duration_ms"] > line["handler_ms"] > line["device_ms"] > 0
+        assert line["queue_ms"] >= 0
+        asyncio.run(infer(port, "fail", 0))
+        assert worker.line("a handler failed")["exception"].endswith("ValueError: secret or not")
+        assert worker.line("request", endpoint="fail")["outcome"] == "failed"
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        assert worker.line("stopped")["finished"] is True
+        assert goodbye.read_text() == "stopped\n"
+        assert worker.other == []
+
+
+def test_termination_under_load() -> None:
+    """SIGTERM: not ready, nothing new is taken, everything that was taken is answered, exit 0."""
+
+    async def load(worker: Served, port: int) -> list[Response]:
+        waiting = [asyncio.create_task(infer(port, "gate", i)) for i in range(20)]
+        await infer(port, "wait_inside", 20)
+        opener = await asyncio.open_connection("127.0.0.1", port)  # from before: no new connection is needed
+        watcher = await asyncio.open_connection("127.0.0.1", port)
+        worker.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(worker.line, "shutting down", requests=20)
+        watcher[1].write(b"GET /v2/health/ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        ready = Response(await watcher[0].read())
+        assert (ready.status, ready.json["reason"]) == (503, "the server is shutting down")
+        refused = await infer(port, "open_gate")
+        assert (refused.status, refused.error) == (503, "the server is shutting down")
+        assert refused.headers["connection"] == "close"
+        os.kill(worker.device_pid, signal.SIGUSR1)  # opens the gate: no request could
+        for _, writer in (opener, watcher):
+            writer.close()
+        return await asyncio.gather(*waiting)
+
+    with served() as worker:
+        responses = asyncio.run(load(worker, worker.port))
+        assert [output(one)[0] for one in responses] == list(range(20))
+        assert worker.wait() == 0
+
+
+def test_grace_time_that_is_not_enough() -> None:
+    """What is not finished within the grace time is answered with 503, and the exit status says so."""
+    with served("--grace-s", "0.05") as worker:
+
+        async def cut_off(port: int) -> Response:
+            waiting = asyncio.create_task(infer(port, "gate"))
+            await infer(port, "wait_inside", 1)
+            worker.process.send_signal(signal.SIGINT)
+            return await waiting
+
+        response = asyncio.run(cut_off(worker.port))
+        assert response.status == 503
+        assert worker.wait() == 1
+        assert worker.line("stopped")["finished"] is False
+
+
+def test_second_signal_ends_at_once() -> None:
+    """A second signal ends the worker and its device processes without waiting for anything."""
+    with served() as worker:
+
+        async def block(port: int) -> None:
+            waiting = asyncio.create_task(infer(port, "gate"))
+            await infer(port, "wait_inside", 1)
+            worker.process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(worker.line, "shutting down")
+            worker.process.send_signal(signal.SIGTERM)
+            assert (await waiting).status == 0
+
+        port = worker.port
+        device = os.pidfd_open(worker.device_pid)
+        asyncio.run(block(port))
+        assert worker.wait() == 128 + signal.SIGTERM
+        assert ends(device)
+        os.close(device)
+
+
+def ends(pidfd: int) -> bool:
+    """Whether a process ends within ten seconds."""
+    return bool(select.select([pidfd], [], [], 10)[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["tests.service.nothing:app"], 1, "there is no module"),
+        (["--device", "cuda:77", "tests.service.sample_app:app"], 1, "cuda:77"),
+        (["--host", "192.0.2.1", "--insecure", "tests.service.sample_app:app"], 2, "cannot listen"),
+    ],
+)
+def test_worker_that_cannot_start(arguments: list[str], status: int, text: str) -> None:
+    """A worker that cannot serve says why and ends."""
+    command = [sys.executable, "-m", "aiooffload", "serve", "--device", "host", "--port", "0", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+    assert result.returncode == status
+    assert text in result.stderr
+
+
+def resident_kib(pid: int) -> int:
+    return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_soak_with_kills() -> None:
+    """The device process is killed again and again under load: no wrong answer, none missing, no memory lost."""
+
+    async def client(port: int, number: int, stopping: asyncio.Event, tally: Counter[int]) -> None:
+        while not stopping.is_set():
+            value = float(number * 1000 + tally.total() % 1000)
+            response = await infer(port, "double", [value])
+            tally[response.status] += 1
+            assert response.status in (200, 503)
+            if response.status == 200:
+                assert output(response, "y") == [2 * value]
+            else:
+                assert response.headers["retry-after"] == "1"
+                await asyncio.sleep(0.01)
+
+    async def soak(worker: Served, port: int) -> tuple[Counter[int], list[int]]:
+        tally: Counter[int] = Counter()
+        stopping = asyncio.Event()
+        clients = [asyncio.create_task(client(port, number, stopping, tally)) for number in range(16)]
+        sizes = []
+        for generation in range(1, 7):  # with ever longer pauses: it looks like a crash loop
+            ready = await asyncio.to_thread(worker.line, "device process is ready", generation=generation)
+            served = tally[200]
+            await until(lambda served=served: tally[200] > served + 300)
+            os.kill(ready["pid"], signal.SIGKILL)
+            sizes.append(await asyncio.to_thread(resident_kib, worker.process.pid))
+        stopping.set()
+        await asyncio.gather(*clients)
+        return tally, sizes
+
+    with served("--log-level", "info") as worker:
+        tally, sizes = asyncio.run(soak(worker, worker.port))
+        assert tally[200] > 1800
+        assert tally[503] > 0
+        assert sizes[-1] < sizes[1] + 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attempt", range(20))
+def test_twenty_terminations_under_load(attempt: int) -> None:
+    """SIGTERM while 32 connections send without a pause: each request is answered, 0 is the exit status."""
+
+    async def client(port: int, stopping: asyncio.Event, answers: list[Any]) -> None:
+        while not stopping.is_set():
+            try:
+                response = await infer(port, "double", [float(len(answers))])
+            except OSError:
+                return  # not accepted
+            answers.append(response)
+
+    async def load(worker: Served, port: int) -> list[Response]:
+        answers: list[Response] = []
+        stopping = asyncio.Event()
+        clients = [asyncio.create_task(client(port, stopping, answers)) for _ in range(32)]
+        await until(lambda: len(answers) >= 100 + 10 * attempt)
+        worker.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(worker.wait)
+        stopping.set()
+        await asyncio.gather(*clients)
+        return answers
+
+    with served() as worker:
+        answers = asyncio.run(load(worker, worker.port))
+        assert worker.process.returncode == 0
+        assert {one.status for one in answers} <= {200, 503}
