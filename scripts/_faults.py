@@ -205,14 +205,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("scenario", nargs="*", help="only these (default: all)")
     parser.add_argument("--device", default="host", choices=["host"], help="where faults can be injected: host")
     parser.add_argument("--smoke", action="store_true", help=f"only every {SMOKE_STEP}th place: see that it runs")
-    parser.add_argument("--workers", type=int, help="processes at a time (default: one per CPU, at most 8)")
+    parser.add_argument("--workers", type=int, help="processes at a time (default: two per CPU, at most 8)")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="default: uvloop")
     parser.add_argument("--json", metavar="FILE", help="write the counts there; - for standard output, alone")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, installing nothing")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.workers is None:
-        options.workers = min(8, len(os.sched_getaffinity(0)))
+        options.workers = min(8, 2 * len(os.sched_getaffinity(0)))  # a good part of a run waits for deadlines
     if options.workers < 1:
         parser.error("--workers is at least 1")
     return options
