@@ -49,7 +49,7 @@ ENQUEUES: Final = frozenset(
     f"enqueue_{what}"
     for what in (
         *("kernel", "mark", "write", "wait", "wake", "copy", "copy_box", "fill", "record", "wait_event"),
-        "graph",
+        *("rows", "graph"),
     )
 )
 """Calls that put something on a stream."""
@@ -65,7 +65,7 @@ class FaultyDevice:
     """A device whose calls fail, whose completions are late or missing, or that is lost, as a test says.
 
     Calls are named as in :mod:`aiooffload.drivers.api` (``allocate``, ``enqueue_copy``, ``query``, ...), except
-    ``close_stream``, ``close_event``, ``query_event``, ``elapsed`` and ``enqueue_graph``.
+    ``close_stream``, ``close_event``, ``query_event``, ``elapsed``, ``enqueue_rows`` and ``enqueue_graph``.
 
     Parameters
     ----------
@@ -390,7 +390,7 @@ class FaultyDevice:
     def rows(self, *box: int) -> Callable[[Any], None] | None:
         """Return what copies rows faster than ``enqueue_copy_box``, if anything does; no driver call."""
         call = self.inner.rows(*box)
-        return None if call is None else lambda stream: self.attempt("rows", lambda: call(inner_of(stream)))
+        return None if call is None else lambda stream: self.attempt("enqueue_rows", lambda: call(inner_of(stream)))
 
     def check(self, stream: Stream) -> None:
         """Ask whether the device is well."""
