@@ -297,9 +297,7 @@ class Engine:
         # One launch at a time: a second one behind it could hold up the queue that other lanes share.
         self.lanes.calling = [lane(i, 1) for i in range(self._calling_lanes)]
         to_host, to_device = (lane(self._calling_lanes + i, _MAPPING_DEPTH) for i in range(2))
-        mapping = Mapping(
-            self.loop, self.lanes, to_host, to_device, Arena(self._register), self, self.device.mapped_memory
-        )
+        mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self, self._mapped_memory)
         return Opened(
             shared,
             state,
@@ -308,6 +306,14 @@ class Engine:
             mapping,
             (shared.array, state.allocation.host_array),
         )
+
+    def _mapped_memory(self, address: int, nbytes: int) -> object:
+        """Ask the driver for the memory of a mapped argument, on the way of a call: nobody else hears of a loss."""
+        try:
+            return self.device.mapped_memory(address, nbytes)
+        except DeviceLostError as error:
+            self.lose(error)
+            raise
 
     def _on_channel(self, channel: Channel) -> None:
         self.board.channel = channel
