@@ -424,6 +424,14 @@ class Buffer:
         """Whether the allocation was closed."""
         return self.allocation.lease is None
 
+    def retained(self) -> Buffer:
+        """Return the same array for a launch that reads its arguments later: closing this one leaves that one open."""
+        self.check_open()
+        lease = self.allocation.lease
+        assert lease is not None
+        strides = None if self.c_contiguous else self.strides
+        return Buffer(Allocation(lease, self.allocation.owner), self.offset, self.shape, self.dtype, strides)
+
     def check_open(self) -> None:
         """Raise ClosedError if the allocation was closed."""
         if self.allocation.lease is None:

@@ -412,6 +412,7 @@ class Offload:
         -----
         *Ordering.* What names it in ``after`` waits on the host until it has returned. It touches no
         buffer as far as ordering goes: what it submits is ordered as anything else.
+        *Deadlock.* Draining or closing this Offload would wait for it and raises UsageError in it.
         *Cancellation.* ``op.cancel()`` cancels the coroutine.
         """
         return self._open_engine().submission.host_task(function, after)

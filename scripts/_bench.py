@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # A command is a module with add_arguments(parser) and main(options). Until main is called it may
 # import nothing but the standard library.
-from benchmarks import bind, completion, copies, graph, reverse, schedule, serve
+from benchmarks import bind, cancel, completion, copies, graph, reverse, schedule, serve
 
 
 class Command(Protocol):
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "copies": copies,
     "graph": graph,
     "schedule": schedule,
+    "cancel": cancel,
     "serve": serve,
 }
 

@@ -39,18 +39,22 @@ def tool(*arguments: str) -> Callable[[], str]:
     return step
 
 
+PUBLIC = ("aiooffload", "aiooffload.testing")
+
+
 def public_objects() -> Iterator[tuple[str, Any]]:
-    """Yield the public names of the package and the public methods of its classes."""
-    package = importlib.import_module("aiooffload")
-    for name in package.__all__:
-        value = getattr(package, name)
-        if not callable(value):
-            continue
-        yield f"aiooffload.{name}", value
-        if inspect.isclass(value):
-            for member, item in vars(value).items():
-                if not member.startswith("_") and (callable(item) or isinstance(item, property | classmethod)):
-                    yield f"aiooffload.{name}.{member}", item
+    """Yield the public names of the package, those for tests too, and the public methods of its classes."""
+    for package in PUBLIC:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not (inspect.isclass(value) or inspect.isfunction(value)):  # an alias has no docstring of its own
+                continue
+            yield f"{package}.{name}", value
+            if inspect.isclass(value):
+                for member, item in vars(value).items():
+                    if not member.startswith("_") and (callable(item) or isinstance(item, property | classmethod)):
+                        yield f"{package}.{name}.{member}", item
 
 
 def docstrings() -> str:

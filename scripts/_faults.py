@@ -30,7 +30,9 @@ LIMIT_S = 10.0
 SILENT_S = 60.0
 """After so long without a word a process hangs as a whole, and is killed."""
 SHOWN = 40
-SMOKE_STEP = 47
+SMOKE_STEP = 11
+SMOKE_KINDS = 5
+"""Of all pairs of a scenario and a kind of fault, every so manieth is in a smoke test."""
 DENSE = {"batched_calls": 12}
 """Scenarios with many requests alike, of which every so manieth is torn."""
 
@@ -89,6 +91,8 @@ def units(only: Sequence[str], step: int) -> list[Unit]:
         if name in calling
     ]
     plain = [Unit(name, fault.name, 1, step) for name in chosen for fault in FAULTS]
+    if step > 1:
+        torn, plain = torn[::4], plain[::SMOKE_KINDS]
     events = [scenario.__name__ for scenario in BY_EVENTS]
     late = [Unit(name, fault, 1, step, True) for name in chosen if name in events for fault in ("refused", "lost")]
     return torn + sorted(plain, key=lambda unit: unit.fault != "dropped") + late
@@ -151,7 +155,8 @@ async def hand_out(ahead: deque[Unit], tally: Tally, loop: str) -> None:
             )
         rest = await follow(process, unit, tally)
         if rest is not None:
-            process.kill()
+            if process.returncode is None:
+                process.kill()
             await process.wait()
             process = None
             ahead.appendleft(rest)
@@ -173,13 +178,13 @@ async def follow(process: asyncio.subprocess.Process, unit: Unit, tally: Tally) 
         try:
             line = await asyncio.wait_for(process.stdout.readline(), SILENT_S)
         except TimeoutError:
-            line = b""
-        if not line:
-            at += unit.step
-            how = "does not go on" if process.returncode is None else f"ended with {process.returncode}"
             tally.hangs += 1
-            tally.problems.append(f"{unit} {at}: hang: the process {how}")
-            return unit._replace(first=at + unit.step)
+            tally.problems.append(f"{unit} {at + unit.step}: hang: the process does not go on")
+            return unit._replace(first=at + 2 * unit.step)
+        if not line:
+            tally.wrong += 1
+            tally.problems.append(f"{unit} {at + unit.step}: wrong: the process ended with {await process.wait()}")
+            return unit._replace(first=at + 2 * unit.step)
         case = json.loads(line)
         if case is None:
             return None
@@ -203,15 +208,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("scenario", nargs="*", help="only these (default: all)")
     parser.add_argument("--device", default="host", choices=["host"], help="where faults can be injected: host")
-    parser.add_argument("--smoke", action="store_true", help=f"only every {SMOKE_STEP}th place: see that it runs")
-    parser.add_argument("--workers", type=int, help="processes at a time (default: one per CPU, at most 8)")
+    parser.add_argument("--smoke", action="store_true", help="only a few kinds and places: see that it runs")
+    parser.add_argument("--workers", type=int, help="processes at a time (default: two per CPU, at most 8)")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="default: uvloop")
     parser.add_argument("--json", metavar="FILE", help="write the counts there; - for standard output, alone")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, installing nothing")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.workers is None:
-        options.workers = min(8, len(os.sched_getaffinity(0)))
+        options.workers = min(8, 2 * len(os.sched_getaffinity(0)))  # a good part of a run waits for deadlines
     if options.workers < 1:
         parser.error("--workers is at least 1")
     return options

@@ -238,6 +238,7 @@ class Rig:
         engine = self.off._engine
         assert engine is not None
         await self.off.aclose(5)
+        engine._bell.store(1)  # the monitor may wait for a mark that was lost
         for operation in self.holds:
             operation.exception()
         device = getattr(self.device, "inner", self.device)

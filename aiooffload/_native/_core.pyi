@@ -524,6 +524,8 @@ class Channel:
     def pending(self) -> bool: ...
     def drain(self, budget_ns: int) -> int:
         """Read requests and start their handlers, for about so long; 0 from within a drain."""
+    def torn(self) -> bool:
+        """Whether a request is missing that others came after."""
     def attach(self, launch: int, caller: Caller | None) -> None: ...
     def close(self) -> None:
         """Read and answer nothing any more; the memory may go."""

@@ -223,10 +223,15 @@ static void record_duration(const AoBoard *board, AoQueue *lane, int64_t started
         ao_plan_record_between(plan, board->looked_ns - started, now - started);
 }
 
-/* Pops what arrived on one lane into out[]; the caller owns the references. */
-static Py_ssize_t collect_lane(const AoBoard *board, AoQueue *lane, AoOperation **out, Py_ssize_t room, int64_t now) {
+/* Pops what arrived on one lane into out[]; the caller owns the references. A slot that went back, or says what was
+ * never asked for, was written by some kernel: nothing can be said of the lane any more, and nothing is popped. */
+static Py_ssize_t collect_lane(AoBoard *board, AoQueue *lane, AoOperation **out, Py_ssize_t room, int64_t now) {
     Py_ssize_t count = 0;
     uint64_t seen = ao_word_load(lane->slot);
+    if (seen - lane->seen > lane->issued - lane->seen) {
+        board->stray = 1;
+        return 0;
+    }
     lane->seen = seen;
     int64_t started = lane->started_ns[lane->head];
     while (lane->in_flight && count < room && ao_reached(seen, head_sequence(lane))) {
@@ -317,9 +322,19 @@ static int is_called(const AoBoard *self) {
     return self->channel && ao_channel_pending((struct AoChannel *)self->channel);
 }
 
+static Py_ssize_t fail_stray(void) {
+    PyObject *errors = PyImport_ImportModule("aiooffload.errors");
+    PyObject *lost = errors ? PyObject_GetAttrString(errors, "DeviceLostError") : NULL;
+    if (lost) PyErr_SetString(lost, "a lane's slot holds what no completion mark has stored: some kernel wrote where it must not");
+    Py_XDECREF(lost);
+    Py_XDECREF(errors);
+    return -1;
+}
+
 /* Finishes what arrived and serves what was asked for; -1 with an exception. */
 static Py_ssize_t look(AoBoard *self) {
     Py_ssize_t count = drain(self);
+    if (self->stray) return fail_stray();
     if (!is_called(self)) return count;
     PyObject *channel = Py_NewRef(self->channel);
     Py_ssize_t served = ao_channel_drain((struct AoChannel *)channel, SERVE_NS);

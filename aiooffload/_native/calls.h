@@ -80,7 +80,7 @@ int ao_request_start(AoRequest *request, PyObject *coroutine);
 /* The current exception is its handler's. */
 int ao_request_fail(AoRequest *request);
 /* Answers one entry with `rows` results of `nbytes` each at `data`, or with a code. */
-void ao_answer(const struct AoChannel *channel, AoEntry *entry, uint64_t status, uint64_t kind, const unsigned char *data,
+void ao_answer(struct AoChannel *channel, AoEntry *entry, uint64_t status, uint64_t kind, const unsigned char *data,
                size_t nbytes, int64_t code);
 int ao_request_prepare(void); /* once, before the first request */
 
@@ -96,6 +96,7 @@ typedef struct AoChannel {
     uint64_t position;        /* tickets read */
     uint64_t posts, published; /* posts read, and as told to the device */
     uint64_t dropped;         /* descriptors that made no sense */
+    uint32_t awaited[AO_CELLS / 32]; /* bitmap: cells of requests that were accepted and not answered yet */
     unsigned last_id;         /* the function looked up last, */
     AoHandler *last;            /* strong, or NULL: handlers are never taken back */
     int64_t served_ns;        /* when something was last read, */

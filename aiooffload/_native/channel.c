@@ -37,6 +37,19 @@ static inline int is_published(uint64_t control, uint64_t ticket) {
 int ao_channel_pending(const struct AoChannel *self) {
     return !self->closed && is_published(slot_control(self, self->position), self->position);
 }
+
+/* torn() -> whether a request is missing that others came after. Between taking a ticket and publishing it that is
+ * so for a moment. */
+static PyObject *channel_torn(AoChannel *self, PyObject *Py_UNUSED(ignored)) {
+    if (self->closed || ao_channel_pending(self)) Py_RETURN_FALSE;
+    for (uint64_t ticket = self->position + 1; ticket < self->position + AO_RING_SLOTS; ticket++)
+        if (is_published(slot_control(self, ticket), ticket)) Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
+}
+
+/* Whether a call waits for the reply in `cell`: no kernel makes another one with it until it has that. */
+static int is_awaited(const AoChannel *self, unsigned cell) { return cell < AO_CELLS && self->awaited[cell / 32] >> cell % 32 & 1; }
+
 /* ---- the drain ---- */
 
 typedef struct {
@@ -48,7 +61,8 @@ typedef struct {
 static int read_descriptor(const AoChannel *self, Descriptor *d) {
     uint64_t control = slot_control(self, self->position);
     if (!is_published(control, self->position)) return 0;
-    d->argument = *(const uint64_t *)slot_of(self, self->position);
+    /* Once: what is looked at below may be written again meanwhile. */
+    d->argument = __atomic_load_n((const uint64_t *)slot_of(self, self->position), __ATOMIC_RELAXED);
     d->function = (unsigned)BITS(control, 0, AO_FUNCTION_BITS);
     d->launch = (unsigned)BITS(control, AO_LAUNCH_SHIFT, AO_LAUNCH_BITS);
     d->cell = (unsigned)BITS(control, AO_CELL_SHIFT, AO_CELL_BITS);
@@ -170,7 +184,7 @@ static Py_ssize_t drain(AoChannel *self, int64_t until, PyObject *collected) {
         count++;
         AoCaller *caller = self->callers[d.launch];
         int status = 0;
-        if (caller && d.rows) {
+        if (caller && d.rows && !is_awaited(self, d.cell)) {
             Py_INCREF(caller); /* what is run may detach it */
             status = serve(self, caller, &d, ticket, collected);
             Py_DECREF(caller);
@@ -308,6 +322,7 @@ static void channel_dealloc(AoChannel *self) {
 static PyMethodDef channel_methods[] = {
     {"pending", (PyCFunction)channel_pending, METH_NOARGS, "Whether a request can be read."},
     {"drain", (PyCFunction)channel_drain, METH_O, "Read requests and start their handlers, for about so many ns."},
+    {"torn", (PyCFunction)channel_torn, METH_NOARGS, "Whether a request is missing that others came after."},
     {"attach", (PyCFunction)channel_attach, METH_VARARGS, "Name the launch that an index stands for."},
     {"close", (PyCFunction)channel_close, METH_NOARGS, "Read and answer nothing any more."},
     {NULL, NULL, 0, NULL},

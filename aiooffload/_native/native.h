@@ -179,6 +179,7 @@ typedef struct AoBoard {
     struct AoBatch *batches;  /* what was popped and is being finished, the innermost look's first; NULL: nothing */
     PyObject *channel;        /* AoChannel that a look has to watch, too, or NULL */
     char watched;             /* a look is scheduled: a push need not tell anybody */
+    char stray;               /* a slot held what its device never stored: every look from then on says so */
 } AoBoard;
 extern PyTypeObject AoQueue_Type, AoBoard_Type;
 static inline AoQueue *ao_board_lane(const AoBoard *board, Py_ssize_t i) {

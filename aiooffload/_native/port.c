@@ -235,6 +235,11 @@ static PyObject *take_reply(Port *self, unsigned cell, uint64_t control) {
     unsigned char *at = cell_at(self, cell);
     Py_ssize_t nbytes = (Py_ssize_t)(control & 1023);
     unsigned status = control >> AO_REPLY_STATUS_SHIFT & 7, kind = control >> AO_REPLY_KIND_SHIFT & 7;
+    if (nbytes > AO_PAYLOAD_NBYTES) { /* a stray write: no host sends that */
+        int64_t code = AO_CODE_WRONG_REPLY;
+        free_cell(self, cell);
+        return Py_BuildValue("(iiy#)", AO_STATUS_ERROR, AO_KIND_NONE, (char *)&code, (Py_ssize_t)sizeof code);
+    }
     if (status == AO_STATUS_ERROR) nbytes = 8;
     PyObject *reply = Py_BuildValue("(IIy#)", status, kind, nbytes <= AO_INLINE_NBYTES ? at : at + AO_CELL_DATA, nbytes);
     free_cell(self, cell);

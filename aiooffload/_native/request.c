@@ -41,10 +41,11 @@ static void write_reply(const AoChannel *self, const AoEntry *entry, uint64_t st
     __atomic_store_n((uint64_t *)(cell + 8), control, __ATOMIC_RELEASE);
 }
 
-void ao_answer(const AoChannel *self, AoEntry *entry, uint64_t status, uint64_t kind, const unsigned char *data, size_t nbytes, int64_t code) {
+void ao_answer(AoChannel *self, AoEntry *entry, uint64_t status, uint64_t kind, const unsigned char *data, size_t nbytes, int64_t code) {
     if (!entry->open) return;
     entry->open = 0;
     if (entry->cell == AO_NO_CELL) return;
+    self->awaited[entry->cell / 32] &= ~(1u << entry->cell % 32);
     if (status == AO_STATUS_CANCELLED) entry->caller->told = 1;
     uint64_t value = (uint64_t)code;
     size_t total = nbytes * entry->rows;
@@ -328,6 +329,7 @@ int ao_request_add(AoRequest *self, const AoEntry *entry, const unsigned char *d
     }
     if (data && add_rows(self, entry->rows, data) < 0) return -1;
     self->entries[self->count] = *entry;
+    if (entry->cell != AO_NO_CELL) self->channel->awaited[entry->cell / 32] |= 1u << entry->cell % 32;
     Py_INCREF(entry->caller);
     entry->caller->active++;
     self->count++;

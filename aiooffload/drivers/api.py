@@ -382,6 +382,13 @@ class Device(Protocol):
     def memory_info(self) -> tuple[int, int]:
         """Return (free, total) bytes. *HIP:* hipMemGetInfo."""
 
+    def mapped_memory(self, address: int, nbytes: int) -> object:
+        """Return what keeps alive the memory that a kernel has named for a mapped argument, None if its launch does.
+
+        The numbers come from the device and may be anything. Raises UsageError unless all of these bytes are memory
+        that the driver knows. *HIP:* hipPointerGetAttribute.
+        """
+
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map and register host memory. Never waits for kernels. *Thread:* any.
 

@@ -245,6 +245,9 @@ class Completion:
         board = self._board
         try:
             count = board.poll(spin_ns)
+        except DeviceLostError as error:  # of a slot, not of a host function: those failures are their launches'
+            self._on_lost(error)
+            return 0
         except BaseException:  # of a host function: the loop's to deal with, and no reason to look no more
             self.notice()
             raise
@@ -305,6 +308,8 @@ class Completion:
         if self._poll():
             self._on_progress()
             return True
+        if self._closed:  # what the look ran has ended everything
+            return False
         self._monitor.enqueue_wait(self._bell, 1)
         self._monitor.enqueue_wake(self._eventfd)
         self.armed = True
@@ -333,6 +338,8 @@ class Completion:
             self._timer.clear()
 
     def _on_bell(self) -> None:
+        if self._closed:
+            return
         try:
             os.eventfd_read(self._eventfd)
         except BlockingIOError:
@@ -344,6 +351,8 @@ class Completion:
         self._wake()
 
     def _on_timer(self) -> None:
+        if self._closed:
+            return
         self.wakes["timer"] += 1
         if self._napping and self._nap_on():
             return
@@ -361,7 +370,7 @@ class Completion:
             self._on_progress()
             return False
         called_ns, now = self.calls.called_ns, now_ns()
-        if called_ns is None or self._board.due_ns():
+        if self._closed or called_ns is None or self._board.due_ns():
             return False
         nap_ns = self.policy.nap(now - max(called_ns, self._board.progress_ns), self.calls.gap_ns)
         if not nap_ns:
@@ -388,6 +397,10 @@ class Completion:
     def _wake(self) -> None:
         if not self._board.watched and not self._closed:
             self._turn()
+
+    def disown(self) -> None:
+        """In a forked child: look no more. What the loop watches is the parent's, too, and is left alone."""
+        self._closed = True
 
     def stop(self, *, lost: bool) -> None:
         """Take everything off the loop. The monitor was released and seen before, unless ``lost``."""

@@ -11,6 +11,7 @@ import os
 from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -31,9 +32,9 @@ from aiooffload.engine.copies import (
     Copies,
     Staging,
 )
-from aiooffload.engine.health import Watchdog, first_of_each_lane, loss, loss_text, suspects
+from aiooffload.engine.health import LostMarks, Watchdog, first_of_each_lane, loss, loss_text, suspects
 from aiooffload.engine.host_functions import check_outside
-from aiooffload.engine.host_tasks import HostTasks
+from aiooffload.engine.host_tasks import HostTasks, check_no_step
 from aiooffload.engine.lanes import ALWAYS, Lane, Lanes
 from aiooffload.engine.launches import Kernels
 from aiooffload.engine.maintenance import barrier
@@ -203,11 +204,12 @@ class Engine:
             lambda: self.board.in_flight,
             lambda: self.board.completed + self.reverse.served,
             self._look,
-            lambda: device.check(self.lanes.lanes[0].stream),
+            self._check_device,
             self.lose,
             self._warn_stall,
             self._check_limit,
         )
+        self._lost_marks = LostMarks(lambda: self.lanes.lanes, self._look)
 
     def _make_lanes(
         self,
@@ -295,7 +297,7 @@ class Engine:
         # One launch at a time: a second one behind it could hold up the queue that other lanes share.
         self.lanes.calling = [lane(i, 1) for i in range(self._calling_lanes)]
         to_host, to_device = (lane(self._calling_lanes + i, _MAPPING_DEPTH) for i in range(2))
-        mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self)
+        mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self, self._mapped_memory)
         return Opened(
             shared,
             state,
@@ -304,6 +306,14 @@ class Engine:
             mapping,
             (shared.array, state.allocation.host_array),
         )
+
+    def _mapped_memory(self, address: int, nbytes: int) -> object:
+        """Ask the driver for the memory of a mapped argument, on the way of a call: nobody else hears of a loss."""
+        try:
+            return self.device.mapped_memory(address, nbytes)
+        except DeviceLostError as error:
+            self.lose(error)
+            raise
 
     def _on_channel(self, channel: Channel) -> None:
         self.board.channel = channel
@@ -494,6 +504,12 @@ class Engine:
             self._on_progress()
         return arrived
 
+    def _check_device(self) -> None:
+        """Raise DeviceLostError if the driver says so, or the memory shared with the device does."""
+        self.device.check(self.lanes.lanes[0].stream)
+        self._lost_marks.check()
+        self.reverse.check()
+
     def _on_progress(self) -> None:
         if self.board.pending:
             self.lanes.flush()
@@ -542,6 +558,7 @@ class Engine:
     async def drain(self) -> None:
         """Wait until everything submitted is done; raises nothing of theirs."""
         check_outside("drain")
+        check_no_step(self, "drain")
         while not self.quiet:
             future = self.loop.create_future()
             self._drains.append(future)
@@ -683,20 +700,59 @@ class Engine:
         self._call_idle()
         barrier.leave(self)
         self._check_drained()
+        self.loop.call_soon(self._sweep, failure)
+
+    def _sweep(self, failure: BaseException) -> None:
+        """End what was on its way when a signal handler terminated: the code that it interrupted has gone on since."""
+        abandoned = self.board.abandon()
+        _in_use.extend(operation.keep for operation in abandoned)
+        for operation in abandoned:
+            operation.finish(failure=failure)
+        self.reverse.abandon(failure)
+        self.host_tasks.abandon(failure)
+        self.lanes.abandon(failure)
+        self.lanes.forget()
+        for task in self._tasks:
+            task.cancel()
+        self._check_drained()
 
     def terminate(self) -> None:
         """Close at once: fail what is not done, free nothing that the device may still use. Idempotent."""
         if self.lost is None and self.refusal is not _terminated:
             self.refusal = _terminated
             self.lost = DeviceLostError("terminated")
+            failure = ClosedError("the Offload was terminated")
             abandoned = self.board.abandon()
             _in_use.extend(operation.keep for operation in abandoned)
-            self._stop_everything(abandoned, ClosedError("the Offload was terminated"))
+            self._stop_everything(abandoned, failure)
             self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def disown(self) -> None:
+        """In a forked child: end everything without a look at memory that the child does not have, or at the driver.
+
+        The loop may go on here, if only to end. Its selector is the parent's as well and stays as it is.
+        """
+        self.refusal = _inherited
+        self.lost = DeviceLostError("inherited")
+        self.launcher.ready = False
+        self.memory.lose()
+        self.scratch.stop()
+        self.watchdog.stop()
+        self.completion.disown()
+        callers = self.reverse.disown()
+        with suppress(RuntimeError):  # its loop is closed, or another thread than its own has forked: nobody waits
+            self.loop.call_soon(self._end_inherited, callers)
+
+    def _end_inherited(self, callers: list[Operation[None]]) -> None:
+        failure = _inherited()
+        for operation in (*self.board.abandon(), *callers):
+            operation.finish(failure=failure)
+        self.lanes.abandon(failure)
 
     async def aclose(self, timeout_s: float) -> None:
         """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent."""
         check_outside("closing the Offload")
+        check_no_step(self, "closing the Offload")
         if self._closing is None:
             self.refusal = self.refusal or _closed
             self.launcher.ready = False
@@ -769,10 +825,7 @@ def _disown_in_child() -> None:
     """A forked child has none of the parent's threads and must not call its driver: nothing works, nothing is freed."""
     for engine in barrier.after_fork():
         assert isinstance(engine, Engine)
-        engine.refusal = _inherited
-        engine.launcher.ready = False
-        engine.memory.lose()
-        engine.scratch.stop()
+        engine.disown()
     loss.after_fork()
 
 

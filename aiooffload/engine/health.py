@@ -18,12 +18,15 @@ from aiooffload.errors import DeviceLostError
 if TYPE_CHECKING:
     import asyncio
 
+    from aiooffload.engine.lanes import Lane
     from aiooffload.operation import Operation
 
-__all__ = ["Loss", "Watchdog", "as_loss", "first_of_each_lane", "loss", "loss_text", "suspects"]
+__all__ = ["Loss", "LostMarks", "Watchdog", "as_loss", "first_of_each_lane", "loss", "loss_text", "suspects"]
 
 TICK_S: Final = 0.03
 STALL_S: Final = 20.0
+MARK_TICKS: Final = 33
+"""Ticks, about a second, between two looks for marks that were lost."""
 
 
 class Losable(Protocol):
@@ -105,6 +108,48 @@ def loss_text(label: str, error: DeviceLostError, oldest: list[str], note: str) 
     )
     parts = [f"{label} is lost: {error}", blame, note, "this process can use no GPU any more; start a new one"]
     return "; ".join(part for part in parts if part)
+
+
+class LostMarks:
+    """Finds lanes that the device is through with although their slots do not say so.
+
+    A kernel that writes where it must not may overwrite a mark before anybody has seen it, and whoever awaits that
+    would wait for ever. Streams of somebody else are left out: asking one that captures would spoil the capture.
+
+    Parameters
+    ----------
+    lanes
+        All there are.
+    look
+        Looks at the slots.
+    """
+
+    def __init__(self, lanes: Callable[[], Iterable[Lane]], look: Callable[[], object]) -> None:
+        self._lanes = lanes
+        self._look = look
+        self._ticks = 0
+        # By index of the lane: how many operations were done the last time.
+        self._done: dict[int, int] = {}
+
+    def check(self) -> None:
+        """Ask for lanes that have not moved since the last time; every tick calls this. Raises DeviceLostError."""
+        self._ticks += 1
+        if self._ticks % MARK_TICKS:
+            return
+        before, self._done = self._done, {}
+        for lane in list(self._lanes()):
+            if not lane.queue.in_flight or lane.queue.unmarked or lane.adopted:
+                continue
+            done = self._done[lane.index] = _done_on(lane)
+            if before.get(lane.index) != done or not lane.stream.query():
+                continue
+            self._look()  # the mark may have come meanwhile
+            if lane.queue.in_flight and _done_on(lane) == done:
+                raise DeviceLostError(f"lane {lane.index} is idle, but a completion mark of it never arrived")
+
+
+def _done_on(lane: Lane) -> int:
+    return lane.queue.issued - lane.queue.in_flight
 
 
 class Watchdog:

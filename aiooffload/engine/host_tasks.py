@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
 
 from aiooffload.engine.lanes import Lanes
 from aiooffload.errors import UsageError
@@ -19,7 +20,17 @@ from aiooffload.rules.scheduler import dependency_failure
 if TYPE_CHECKING:
     from contextvars import Context
 
-__all__ = ["HostTasks"]
+__all__ = ["HostTasks", "check_no_step"]
+
+_steps: Final[ContextVar[tuple[Operation[Any], ...]]] = ContextVar("aiooffload_steps", default=())
+"""The host task that runs, last, and those that submitted it from within."""
+
+
+def check_no_step(owner: object, what: str) -> None:
+    """Raise UsageError in a host task of ``owner`` that is not done: ``what`` would wait for it."""
+    for step in _steps.get():
+        if step.owner is owner and not step.finished:
+            raise UsageError(f"{what} would wait for {step!r}, which is the host task that asks for it")
 
 
 class HostTasks:
@@ -59,6 +70,8 @@ class HostTasks:
             self._end(operation, None, failure)
             return
         self._lanes.tell_on_host(operation)
+        outer = tuple(step for step in context.run(_steps.get) if not step.finished)
+        context.run(_steps.set, (*outer, operation))
         task = self._loop.create_task(function(), name=f"aiooffload {operation.name}", context=context)
         self.running[operation] = task
         task.add_done_callback(lambda task: self._ended(operation, task))

@@ -74,6 +74,8 @@ class Fetched(NamedTuple):
     block: Block
     back: list[tuple[int, int, int]]
     """(device address, host address as the device sees it, bytes) to copy back."""
+    memory: list[object]
+    """What keeps the memory of the device alive."""
 
 
 class Mapping:
@@ -91,6 +93,8 @@ class Mapping:
         Where the arguments go on the host.
     owner
         The engine, as the operations name it.
+    memory
+        Returns what keeps device memory alive; raises UsageError if it is none. See ``Device.mapped_memory``.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Mapping:
         to_device: Lane,
         arena: Arena,
         owner: OperationOwner,
+        memory: Callable[[int, int], object],
     ) -> None:
         self._loop: Final = loop
         self._lanes = lanes
@@ -108,16 +113,18 @@ class Mapping:
         self._to_device = to_device
         self._arena = arena
         self._owner = owner
+        self._memory = memory
 
     async def fetch(self, arguments: Sequence[tuple[int, int, MapKind]]) -> Fetched:
-        """Bring the arguments (address, bytes, kind) to the host."""
+        """Bring the arguments (address, bytes, kind) to the host; raises UsageError if they are no device memory."""
+        memory = [self._memory(address, nbytes) for address, nbytes, _ in arguments if nbytes]
         layout = place(arguments)
         block = await self._arena.take(layout.nbytes)
         base = block.device_address
         inward = [(base + offset, address, nbytes) for address, offset, nbytes in layout.inward]
         try:
             if inward:
-                await self._copy("map to", inward, self._to_host, block)
+                await self._copy("map to", inward, self._to_host, block, memory)
         except BaseException:
             self._arena.give_back(block)
             raise
@@ -128,23 +135,25 @@ class Mapping:
                 view.flags.writeable = False
             views.append(view)
         back = [(address, base + offset, nbytes) for address, offset, nbytes in layout.outward]
-        return Fetched(views, block, back)
+        return Fetched(views, block, back, memory)
 
     async def copy_back(self, fetched: Fetched) -> None:
         """Copy back what the kernel is to see."""
         if fetched.back:
-            await self._copy("map from", fetched.back, self._to_device, fetched.block)
+            await self._copy("map from", fetched.back, self._to_device, fetched.block, fetched.memory)
 
     def release(self, fetched: Fetched) -> None:
         """The call is over."""
         self._arena.give_back(fetched.block)
 
-    async def _copy(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, block: Block) -> None:
+    async def _copy(
+        self, name: str, copies: list[tuple[int, int, int]], lane: Lane, block: Block, memory: list[object]
+    ) -> None:
         """Make copies of (destination, source, bytes); also when cancelled it returns only when they are over.
 
         The launch is done when its handlers are, and then its memory may go.
         """
-        operation = self._submit(name, copies, lane, block)
+        operation = self._submit(name, copies, lane, (block.array[:], memory))
         cancelled: asyncio.CancelledError | None = None
         while not operation.finished:
             try:
@@ -159,7 +168,7 @@ class Mapping:
         if failure is not None:
             raise failure
 
-    def _submit(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, block: Block) -> Operation[None]:
+    def _submit(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, keep: object) -> Operation[None]:
         operation: Operation[None] = Operation(self._loop, self._owner, name)
 
         def steps(stream: Stream) -> None:
@@ -168,6 +177,6 @@ class Mapping:
 
         operation.steps = steps
         operation.kind, operation.nbytes = "copy", sum(nbytes for _, _, nbytes in copies)
-        operation.keep = block.array[:]
+        operation.keep = keep
         self._lanes.place(operation, lane)
         return operation

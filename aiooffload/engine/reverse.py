@@ -39,6 +39,8 @@ __all__ = ["CallingLaunch", "Opened", "Reverse"]
 
 BUDGET_NS: Final = 200_000
 """How long one look reads requests and runs first steps before others have their turn."""
+TORN_S: Final = 3.0
+"""For so long a request may be missing from the ring although it has to be there."""
 _MOST_FAILURES: Final = 100
 
 
@@ -120,6 +122,8 @@ class Reverse:
         self._ending: list[CallingLaunch] = []
         # How many kernels that call are on the device.
         self.resident = 0
+        # How many requests were read when that was last looked at by check(), and when that number last changed.
+        self._position, self._moved_ns = 0, 0
         # Indices of launches, the one that was free longest first.
         self._free = deque(range(wire.LAUNCHES))
         # What launches that are done said last, for whoever watches their progress.
@@ -239,6 +243,10 @@ class Reverse:
         assert self.channel is not None
         self.resident -= 1
         caller.goal = self._opened.shared.word(wire.launch_offset(caller.index) + wire.LAUNCH_END).load()
+        if caller.goal > self.channel.position + wire.RING_SLOTS:  # whoever has a ticket has a slot
+            self._on_resident(-1)
+            self._on_lost(_corrupt(f"{_kernel(caller)} ended behind request {caller.goal}"))
+            return
         self._ending.append(caller)
         try:
             if not self.channel.busy:
@@ -246,6 +254,20 @@ class Reverse:
         finally:
             self.settle()
             self._on_resident(-1)
+
+    def check(self) -> None:
+        """Raise DeviceLostError if requests that were sent can never be read; every look that is in doubt asks.
+
+        Kernels publish what they have a ticket for within microseconds. Only one that writes where it must not makes
+        a gap that stays, and everything behind it would wait for ever.
+        """
+        channel, now = self.channel, now_ns()
+        if channel is None or channel.position != self._position or not (self.resident or self._ending):
+            self._position, self._moved_ns = 0 if channel is None else channel.position, now
+        elif now - self._moved_ns > TORN_S * 1e9:
+            self._moved_ns = now
+            if channel.torn() or any((caller.goal or 0) > channel.position for caller in self._ending):
+                raise _corrupt(f"request {channel.position} is missing")
 
     @property
     def called_ns(self) -> int | None:
@@ -273,6 +295,11 @@ class Reverse:
                 self._stop(caller)
             if caller.active == 0:
                 self.idle(caller)
+        if waiting:
+            try:
+                self.check()
+            except DeviceLostError as error:
+                self._on_lost(error)
 
     # -- what the channel asks -------------------------------------------------------------
 
@@ -375,6 +402,9 @@ class Reverse:
         trouble = wire.trouble(caller.words[wire.LAUNCH_TROUBLE].load())
         if trouble is not None:
             return self._trouble(caller, *trouble)
+        if stopped is None and not caller.stopped and caller.words[wire.LAUNCH_SEEN].load():
+            text = f"{_kernel(caller)} was asked to stop by nobody: some kernel wrote where it must not"
+            return HostFunctionError(text, code=wire.Code.RAISED)
         kernel_failure: BaseException | None = operation.failure
         return kernel_failure
 
@@ -427,7 +457,8 @@ class Reverse:
             return
         offset = wire.ABORT_OFFSET
         message = wire.abort_message(bytes(self._opened.shared.array[offset : offset + wire.ABORT_NBYTES]))
-        assert message is not None
+        if message is None:  # a stray write that another one undid
+            return
         index, code, text = message
         name = next((_kernel(caller) for caller in self.callers.values() if caller.index == index), "a kernel")
         self._on_lost(DeviceLostError(f"{name} aborted with code {code}: {text}", operation="abort", code=code))
@@ -447,6 +478,15 @@ class Reverse:
             self._finish(caller, failure)
         if self._opening is not None:
             self._opening.cancel()
+
+    def disown(self) -> list[Operation[None]]:
+        """In a forked child, which does not have the channel's memory: touch it no more; returns what called."""
+        if self.channel is not None:
+            self.channel.close()
+        self._opened = None
+        self._ending.clear()
+        callers, self.callers = self.callers, {}
+        return list(callers)
 
     def close(self) -> None:
         """Let go of the channel's memory; nothing is on the device any more."""
@@ -491,6 +531,12 @@ def _one_of(error: BaseException) -> BaseException:
         return first
     codes = {one.code if isinstance(one, HostFunctionError) else None for one in error.exceptions}
     return first if len(codes) == 1 and None not in codes else error
+
+
+def _corrupt(what: str) -> DeviceLostError:
+    return DeviceLostError(
+        f"the memory that kernels call through is corrupt: {what}; some kernel wrote where it must not"
+    )
 
 
 def _kernel(caller: Caller) -> str:

@@ -142,6 +142,8 @@ class Submission:
             return self._launch_after_load(kernel, geometry, args, terms)
         uses = buffers(kernel, args, self._owner) if args else ()
         wanted = layout(kernel, args, *geometry[:2]) if args else None
+        if kernel.calls or wanted is not None:
+            args = _retained(args)
         operation, terms = self._new(kernel, terms)
         self._equip(operation, site, args, wanted, copy_context() if kernel.calls else None)
         self.submit(operation, uses, terms, keep=args)
@@ -252,6 +254,7 @@ class Submission:
         kernel.signature.check(kernel.name, args)
         uses = buffers(kernel, args, self._owner)
         wanted = layout(kernel, args, *geometry[:2])
+        args = _retained(args)
         if waiting_launches():
             raise UsageError(
                 f"kernel {kernel.name} is not loaded, and loading it would wait for the launch that waits for this "
@@ -499,6 +502,11 @@ class Submission:
             timeout_s, lambda: self._cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
         )
         operation.add_done_callback(lambda _: handle.cancel())
+
+
+def _retained(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments that are packed when the launch starts: whoever gave them may close them before."""
+    return tuple(value.retained() if isinstance(value, Buffer) else value for value in args)
 
 
 def _start(operation: Operation[None], prepare: Callable[[CallParameter | None], Any], stream: Stream) -> None:

@@ -502,7 +502,8 @@ class Scheduler(Generic[_W, _L]):
         # One that never ran leaves what it had to come after to those who came after it.
         inherited = operation.deps if operation.finished else None
         for follower in followers or ():
-            if inherited and follower.deps is not None:
+            # One that is over leads there by what it came after itself, as far as anybody asks.
+            if inherited and follower.deps is not None and not follower.finished:
                 known = set(follower.deps)
                 new = [dep for dep in inherited if dep not in known]
                 follower.deps += new
@@ -541,8 +542,7 @@ class Scheduler(Generic[_W, _L]):
         operation.stop = failure
         if operation.finished or operation.queue is not None or operation is self._entering:
             return
-        if operation in self.held:
-            del self.held[operation]
+        if self.held.pop(operation, None) is not None:
             self.on_host.pop(operation, None)
         elif operation.lane is None or (operation.streamed and operation.steps is None):
             return  # in the hands of the host, or going piece by piece: whoever does that sees `stop`
@@ -567,23 +567,31 @@ class Scheduler(Generic[_W, _L]):
         self._on_finished()
 
     def abandon(self, failure: BaseException) -> list[_W]:
-        """Fail everything on the host, because the device is gone; returns it."""
+        """Fail everything on the host, because the device is gone; returns it.
+
+        A signal handler may be who does that, in the midst of any method here, so what those go through stays as
+        it is until ``forget``.
+        """
         self.dead = failure
         ahead = [operation for lane in self.lanes for _, ahead in lane.ahead.values() for operation in ahead]
         waiting = [*self.held, *ahead, *(operation for lane in self.lanes for operation in lane.waiting)]
         self.held.clear()
         self.on_host.clear()
-        self._ready.clear()
-        self._crowded.clear()
         for lane in self.lanes:
-            lane.waiting.clear()
-            lane.ahead.clear()
             lane.queue.load = 0
         self._board.pending = 0
         for operation in waiting:
             operation.finish(failure=failure)
         self._on_room()
         return waiting
+
+    def forget(self) -> None:
+        """Let go of what was abandoned."""
+        self._ready.clear()
+        self._crowded.clear()
+        for lane in self.lanes:
+            lane.waiting.clear()
+            lane.ahead.clear()
 
 
 def needs_host(dep: Work) -> bool:

@@ -23,12 +23,12 @@ from aiooffload.errors import DeviceLostError, DriverError
 from aiooffload.rules import wire
 from aiooffload.testing.memory import Freed
 from aiooffload.testing.plan import Plan
+from aiooffload.testing.streams import FaultyEvent, FaultyFunction, FaultyStream, MarkEffect, inner_of
 
 if TYPE_CHECKING:
-    from aiooffload._native import LaunchPlan, Operation, Word
+    from aiooffload._native import Word
     from aiooffload.drivers.api import (
         Block,
-        CallParameter,
         Compiled,
         Device,
         DeviceProperties,
@@ -49,7 +49,7 @@ ENQUEUES: Final = frozenset(
     f"enqueue_{what}"
     for what in (
         *("kernel", "mark", "write", "wait", "wake", "copy", "copy_box", "fill", "record", "wait_event"),
-        "graph",
+        *("rows", "graph"),
     )
 )
 """Calls that put something on a stream."""
@@ -65,7 +65,7 @@ class FaultyDevice:
     """A device whose calls fail, whose completions are late or missing, or that is lost, as a test says.
 
     Calls are named as in :mod:`aiooffload.drivers.api` (``allocate``, ``enqueue_copy``, ``query``, ...), except
-    ``close_stream``, ``close_event``, ``query_event``, ``elapsed`` and ``enqueue_graph``.
+    ``close_stream``, ``close_event``, ``query_event``, ``elapsed``, ``enqueue_rows`` and ``enqueue_graph``.
 
     Parameters
     ----------
@@ -97,15 +97,14 @@ class FaultyDevice:
         self.lost = False
         self.closed = False
         self._plan: Plan[_Effect] = Plan()
-        self._marks: Plan[_MarkEffect] = Plan()
+        self._marks: Plan[MarkEffect] = Plan()
         # The threads that were told of the loss, and should know better from then on.
         self._told: set[int] = set()
         self._freed = Freed(self.problems)
         # What was made and not given back.
         self._blocks: dict[int, Block] = {}
         self._registered: dict[int, RegisteredMemory] = {}
-        self._streams: set[FaultyStream] = set()
-        self._events: set[FaultyEvent] = set()
+        self.handles: set[FaultyStream | FaultyEvent] = set()
         # Words that streams wait for with a mark behind them, in memory of this device's own.
         self._gates: RegisteredMemory | None = None
         self._delayed = 0
@@ -211,29 +210,42 @@ class FaultyDevice:
         made = {
             "blocks": len(self._blocks),
             "registered": len(self._registered),
-            "streams": len(self._streams),
-            "events": len(self._events),
+            "streams": len(self._of(FaultyStream)),
+            "events": len(self._of(FaultyEvent)),
         }
         return {kind: count for kind, count in made.items() if count}
 
-    def bury(self) -> None:
-        """Clear away what a loss or a deadline leaves on purpose; on a GPU the end of the process does.
+    def _of(self, kind: type[_T]) -> list[_T]:
+        """Return the open handles of a kind."""
+        return [handle for handle in self.handles if isinstance(handle, kind)]
 
-        What streams wait for is released, they run out, and the device is closed. A kernel that does not end holds
-        it up. *Thread:* any; the Offload must be through with the device.
+    def bury(self) -> None:
+        """Clear away what a loss or a deadline leaves on purpose; after a real fault only the end of the process does.
+
+        What streams wait for is released, they run out, and everything is given back. A kernel that does not end
+        holds it up. *Thread:* any; the Offload must be through with the device.
         """
+        if self.closed:
+            return
         self.release()
-        for stream in list(self._streams):
+        wakes = {descriptor: _eventfd_id(copy) for descriptor, copy in self._wakes.items()}
+        for stream in self._of(FaultyStream):
             stream.let_go()
-        left = {descriptor: identity for descriptor, copy in self._wakes.items() if (identity := _eventfd_id(copy))}
+            stream.give_back()
+        for memory in list(self._registered.values()):
+            self._unregister(memory)  # waits until everything is idle
+        for event in self._of(FaultyEvent):
+            event.give_back()
+        for block in list(self._blocks.values()):
+            self._free(block)
         self._close_inner()
-        for descriptor, identity in left.items():
-            if _eventfd_id(descriptor) == identity:
+        for descriptor, identity in wakes.items():
+            if identity is not None and _eventfd_id(descriptor) == identity:
                 os.close(descriptor)
 
     # -- passing on ------------------------------------------------------------------------
 
-    def _call(self, name: str, call: Callable[[], _T]) -> _T:
+    def attempt(self, name: str, call: Callable[[], _T]) -> _T:
         """Make a call, unless the plan has something else in mind."""
         if self.lost:
             raise self._loss(name)
@@ -276,11 +288,11 @@ class FaultyDevice:
 
     def create_stream(self, priority: int = 0) -> Stream:
         """Create a stream."""
-        return self._call("create_stream", lambda: FaultyStream(self, self.inner.create_stream(priority)))
+        return self.attempt("create_stream", lambda: FaultyStream(self, self.inner.create_stream(priority)))
 
     def adopt_stream(self, handle: int) -> Stream:
         """Use a stream of somebody else."""
-        return self._call("adopt_stream", lambda: FaultyStream(self, self.inner.adopt_stream(handle)))
+        return self.attempt("adopt_stream", lambda: FaultyStream(self, self.inner.adopt_stream(handle)))
 
     def current(self) -> AbstractContextManager[None]:
         """Enter the inner device."""
@@ -289,25 +301,25 @@ class FaultyDevice:
     def replay(self, graph: Any) -> Callable[[Stream], None]:
         """Return what enqueues a replay."""
         enqueue = self.inner.replay(graph)
-        return lambda stream: self._call("enqueue_graph", lambda: enqueue(_inner(stream)))
+        return lambda stream: self.attempt("enqueue_graph", lambda: enqueue(inner_of(stream)))
 
     def create_event(self) -> Event:
         """Create an event."""
-        return self._call("create_event", lambda: FaultyEvent(self, self.inner.create_event()))
+        return self.attempt("create_event", lambda: FaultyEvent(self, self.inner.create_event()))
 
     def create_timed_event(self) -> TimedEvent:
         """Create an event with timing."""
-        return self._call("create_timed_event", lambda: FaultyEvent(self, self.inner.create_timed_event()))
+        return self.attempt("create_timed_event", lambda: FaultyEvent(self, self.inner.create_timed_event()))
 
     # -- the contract: memory --------------------------------------------------------------
 
     def use_allocator(self, resource: object) -> None:
         """Allocate from the program's ``resource``."""
-        self._call("use_allocator", lambda: self.inner.use_allocator(resource))
+        self.attempt("use_allocator", lambda: self.inner.use_allocator(resource))
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate memory that is filled with 0xCD."""
-        block = self._call("allocate", lambda: self.inner.allocate(nbytes))
+        block = self.attempt("allocate", lambda: self.inner.allocate(nbytes))
         if block.host_array is not None:
             block.host_array.fill(_FRESH)
         self._blocks[id(block)] = block
@@ -318,7 +330,7 @@ class FaultyDevice:
         if self._blocks.get(id(block)) is not block:
             self.problems.append(f"a block of {block.nbytes} bytes was freed that is none of this device's")
             return
-        self._call("free", lambda: self._free(block))
+        self.attempt("free", lambda: self._free(block))
 
     def _free(self, block: Block) -> None:
         del self._blocks[id(block)]
@@ -328,15 +340,19 @@ class FaultyDevice:
 
     def trim(self) -> None:
         """Give back what is kept for reuse."""
-        self._call("trim", self.inner.trim)
+        self.attempt("trim", self.inner.trim)
 
     def memory_info(self) -> tuple[int, int]:
         """Return (free, total) bytes."""
-        return self._call("memory_info", self.inner.memory_info)
+        return self.attempt("memory_info", self.inner.memory_info)
+
+    def mapped_memory(self, address: int, nbytes: int) -> object:
+        """Return what keeps memory alive that a kernel has named."""
+        return self.attempt("mapped_memory", lambda: self.inner.mapped_memory(address, nbytes))
 
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map and register host memory."""
-        memory = self._call("register", lambda: self.inner.register(nbytes))
+        memory = self.attempt("register", lambda: self.inner.register(nbytes))
         self._registered[id(memory)] = memory
         self._tear_in(memory)
         return memory
@@ -351,7 +367,7 @@ class FaultyDevice:
 
     def unregister(self, memory: RegisteredMemory) -> None:
         """Unregister memory."""
-        self._call("unregister", lambda: self._unregister(memory))
+        self.attempt("unregister", lambda: self._unregister(memory))
 
     def _unregister(self, memory: RegisteredMemory) -> None:
         del self._registered[id(memory)]
@@ -361,24 +377,24 @@ class FaultyDevice:
 
     def compile(self, kernel: KernelSource) -> Compiled:
         """Compile."""
-        return self._call("compile", lambda: self.inner.compile(kernel))
+        return self.attempt("compile", lambda: self.inner.compile(kernel))
 
     def load(self, kernel: KernelSource, compiled: Compiled) -> Function:
         """Load a compiled kernel."""
-        return self._call("load", lambda: FaultyFunction(self, self.inner.load(kernel, compiled)))
+        return self.attempt("load", lambda: FaultyFunction(self, self.inner.load(kernel, compiled)))
 
     def selftest_function(self) -> Function:
         """Load the kernel of the self-test."""
-        return self._call("selftest_function", lambda: FaultyFunction(self, self.inner.selftest_function()))
+        return self.attempt("selftest_function", lambda: FaultyFunction(self, self.inner.selftest_function()))
 
     def rows(self, *box: int) -> Callable[[Any], None] | None:
         """Return what copies rows faster than ``enqueue_copy_box``, if anything does; no driver call."""
         call = self.inner.rows(*box)
-        return None if call is None else lambda stream: self._call("rows", lambda: call(_inner(stream)))
+        return None if call is None else lambda stream: self.attempt("enqueue_rows", lambda: call(inner_of(stream)))
 
     def check(self, stream: Stream) -> None:
         """Ask whether the device is well."""
-        self._call("check", lambda: self.inner.check(_inner(stream)))
+        self.attempt("check", lambda: self.inner.check(inner_of(stream)))
 
     def health_note(self) -> str:
         """Return what the system knows of a fault; no driver call."""
@@ -386,7 +402,7 @@ class FaultyDevice:
 
     def close(self) -> None:
         """Close the inner device."""
-        self._call("close", self._close_inner)
+        self.attempt("close", self._close_inner)
 
     def _close_inner(self) -> None:
         """Give back what is this device's own, check what was freed, and close."""
@@ -403,6 +419,10 @@ class FaultyDevice:
         self._freed.check()
 
     # -- for its streams and events --------------------------------------------------------
+
+    def mark_effect(self) -> MarkEffect | None:
+        """Count a mark and return what is to happen to it."""
+        return self._marks.take("mark")
 
     def gate(self) -> Word:
         """Return a word that :meth:`release` sets to 1."""
@@ -423,200 +443,11 @@ class FaultyDevice:
         self._freed.touch(call, address, nbytes)
 
 
-class FaultyFunction:
-    """A kernel of a FaultyDevice."""
-
-    __slots__ = ("_device", "_inner")
-
-    def __init__(self, device: FaultyDevice, inner: Function) -> None:
-        self._device = device
-        self._inner = inner
-
-    @property
-    def parameter_sizes(self) -> tuple[int, ...] | None:
-        """Those of the inner one."""
-        return self._inner.parameter_sizes
-
-    def plan(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
-        cluster: tuple[int, int, int] | None,
-        cooperative: bool,
-    ) -> LaunchPlan:
-        """Return a launch plan."""
-        geometry = (grid, block, shared_bytes, cluster, cooperative)
-        return self._device._call("plan", lambda: self._inner.plan(*geometry))
-
-    def prepare(self, plan: LaunchPlan, arguments: Any, calls: CallParameter | None = None) -> Any:
-        """Pack arguments."""
-        return self._inner.prepare(plan, arguments, calls)
-
-
-class FaultyEvent:
-    """An event of a FaultyDevice."""
-
-    __slots__ = ("_device", "inner")
-
-    def __init__(self, device: FaultyDevice, inner: Any) -> None:
-        self._device = device
-        self.inner = inner
-        device._events.add(self)
-
-    def query(self) -> bool:
-        """Whether it was reached."""
-        return self._device._call("query_event", lambda: bool(self.inner.query()))
-
-    def elapsed_ns(self, since: Any) -> int:
-        """Return the time from ``since`` to this one."""
-        return self._device._call("elapsed", lambda: int(self.inner.elapsed_ns(_inner(since))))
-
-    def close(self) -> None:
-        """Destroy it."""
-        self._device._call("close_event", self._close)
-
-    def _close(self) -> None:
-        self._device._events.discard(self)
-        self.inner.close()
-
-
-class FaultyStream:
-    """A stream of a FaultyDevice."""
-
-    def __init__(self, device: FaultyDevice, inner: Stream) -> None:
-        self._device: Final = device
-        self.inner: Final = inner
-        # What was enqueued last to be waited for: see let_go().
-        self._awaited: tuple[Word, int] | None = None
-        device._streams.add(self)
-
-    @property
-    def handle(self) -> int:
-        """The inner stream's."""
-        return self.inner.handle
-
-    def bind_marks(self, slot: Word, bell: Word) -> None:
-        """Name the words that marks write."""
-        self.inner.bind_marks(slot, bell)
-
-    def enqueue_kernel(self, plan: LaunchPlan, prepared: Any, operation: Operation, sequence: int) -> None:
-        """Enqueue a kernel and, if ``sequence`` is not 0, its mark."""
-        self._device._call("enqueue_kernel", lambda: self._kernel(plan, prepared, operation, sequence))
-
-    def _kernel(self, plan: LaunchPlan, prepared: Any, operation: Operation, sequence: int) -> None:
-        effect = self._device._marks.take("mark") if sequence else None
-        self.inner.enqueue_kernel(plan, prepared, operation, 0 if effect is not None else sequence)
-        if effect is not None:
-            effect(self, sequence)
-
-    def enqueue_mark(self, sequence: int) -> None:
-        """Enqueue a mark alone."""
-        self._device._call("enqueue_mark", lambda: self._mark(sequence))
-
-    def _mark(self, sequence: int) -> None:
-        effect = self._device._marks.take("mark")
-        if effect is None:
-            self.inner.enqueue_mark(sequence)
-        else:
-            effect(self, sequence)
-
-    def drop_mark(self, sequence: int) -> None:
-        """Enqueue no mark."""
-        self._device.dropped += 1
-
-    def delay_mark(self, sequence: int) -> None:
-        """Enqueue a mark that waits for the device's release()."""
-        self.inner.enqueue_wait(self._device.gate(), 1)
-        self.inner.enqueue_mark(sequence)
-
-    def enqueue_write(self, word: Word, value: int) -> None:
-        """Store a word."""
-        self._device._call("enqueue_write", lambda: self.inner.enqueue_write(word, value))
-
-    def enqueue_wait(self, word: Word, value: int) -> None:
-        """Wait for a word."""
-        self._device._call("enqueue_wait", lambda: self._wait(word, value))
-
-    def _wait(self, word: Word, value: int) -> None:
-        self.inner.enqueue_wait(word, value)
-        self._awaited = word, value
-
-    def let_go(self) -> None:
-        """Store what was waited for last, as nobody else will any more."""
-        if self._awaited is not None:
-            word, value = self._awaited
-            word.store(value)
-
-    def enqueue_wake(self, descriptor: int) -> None:
-        """Write an eventfd."""
-        self._device._call("enqueue_wake", lambda: self._wake(descriptor))
-
-    def _wake(self, descriptor: int) -> None:
-        self.inner.enqueue_wake(descriptor)
-        self._device.will_write(descriptor)
-
-    def enqueue_copy(self, destination: int, source: int, nbytes: int, /, *peers: int) -> None:
-        """Copy bytes."""
-        self._device.touch("enqueue_copy", destination, nbytes)
-        self._device.touch("enqueue_copy", source, nbytes)
-        self._device._call("enqueue_copy", lambda: self.inner.enqueue_copy(destination, source, nbytes, *peers))
-
-    def enqueue_copy_box(
-        self, destination: int, source: int, width: int, height: int, depth: int, /, *rest: int
-    ) -> None:
-        """Copy slices of rows."""
-        destination_pitch, source_pitch, destination_slice, source_slice, *_ = rest
-        for address, pitch, step in (
-            (destination, destination_pitch, destination_slice),
-            (source, source_pitch, source_slice),
-        ):
-            nbytes = (depth - 1) * step + (height - 1) * pitch + width
-            self._device.touch("enqueue_copy_box", address, nbytes)
-        box = (destination, source, width, height, depth, *rest)
-        self._device._call("enqueue_copy_box", lambda: self.inner.enqueue_copy_box(*box))
-
-    def enqueue_fill(self, address: int, pattern: bytes, count: int) -> None:
-        """Fill memory."""
-        self._device.touch("enqueue_fill", address, len(pattern) * count)
-        self._device._call("enqueue_fill", lambda: self.inner.enqueue_fill(address, pattern, count))
-
-    def enqueue_record(self, event: Event) -> None:
-        """Record an event."""
-        self._device._call("enqueue_record", lambda: self.inner.enqueue_record(_inner(event)))
-
-    def enqueue_wait_event(self, event: Event) -> None:
-        """Wait for an event."""
-        self._device._call("enqueue_wait_event", lambda: self.inner.enqueue_wait_event(_inner(event)))
-
-    def query(self) -> bool:
-        """Whether everything enqueued is done."""
-        return self._device._call("query", self.inner.query)
-
-    def capturing(self) -> bool:
-        """Whether a graph is being captured."""
-        return self._device._call("capturing", self.inner.capturing)
-
-    def close(self) -> None:
-        """Destroy it."""
-        self._device._call("close_stream", self._close)
-
-    def _close(self) -> None:
-        self._device._streams.discard(self)
-        self.inner.close()
-
-
 _Effect: TypeAlias = Callable[[str], Any]
-_MarkEffect: TypeAlias = Callable[[FaultyStream, int], None]
 
 
 def _skip(name: str) -> None:
     """Do nothing, the effect of a lie."""
-
-
-def _inner(wrapped: Any) -> Any:
-    """Return what the driver knows: its own stream or event."""
-    return getattr(wrapped, "inner", wrapped)
 
 
 def _eventfd_id(descriptor: int) -> str | None:

@@ -221,10 +221,9 @@ class Run:
             return
         if not engine.quiet:
             yield "the Offload was closed with something still to do"
-        refused = next((error for error in self.device.injected if isinstance(error, OutOfMemoryError)), None)
         lost = engine.refusal is not None and isinstance(engine.refusal(), DeviceLostError)
-        if refused is not None and refused.operation in ("allocate", "register") and lost:
-            yield f"out of memory in {refused.operation} was taken for the end of the device"
+        if lost and self.device.injected and all(map(_is_out_of_memory, self.device.injected)):
+            yield "running out of memory was taken for the end of the device"
 
     def left(self) -> list[str]:
         """Return in words what a device that is well was not given back."""
@@ -393,6 +392,11 @@ def _watched(case: Case) -> Iterator[None]:
     finally:
         sys.unraisablehook = previous
     case.wrong += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether an injected error says that nothing but memory is missing."""
+    return isinstance(error, OutOfMemoryError) and error.operation in ("allocate", "register")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiooffload._native import Board, LaneQueue, LaunchPlan, Operation, Word, now_ns
+from aiooffload.errors import DeviceLostError
 
 MODULUS = 2**64
 STARTS = st.one_of(
@@ -714,3 +715,22 @@ def test_lanes_whose_last_operation_is_coarse() -> None:
     queues[0].push(operation)
     board.abandon()
     assert board.unmarked == 0
+
+
+@pytest.mark.parametrize("start", [0, 7, MODULUS - 2, 2**63 - 1])
+@pytest.mark.parametrize("off_by", [3, 4, 1000, 2**63, MODULUS - 1])
+def test_slot_that_no_mark_has_written(start: int, off_by: int) -> None:
+    """A slot behind what was seen, or ahead of what was pushed, is said at every look, and finishes nothing."""
+    board = Board()
+    queue = board.add(word(), 4, start)
+    done, *rest = fill(queue, 3)
+    reach(queue, (start + 1) % MODULUS)
+    assert board.poll() == 1
+    reach(queue, (start + 1 + off_by) % MODULUS)
+    for _ in range(2):
+        with pytest.raises(DeviceLostError, match="slot"):
+            board.poll()
+    assert done.finished
+    assert not any(operation.finished for operation in rest)
+    assert (queue.seen, queue.in_flight) == ((start + 1) % MODULUS, 2)
+    assert board.abandon() == rest

@@ -1068,7 +1068,7 @@ async def test_a_batch(host: Host) -> None:
     """All requests of a drain for a batch function are one, whose reply is dealt out to their cells."""
     callers = [host.attach(launch) for launch in range(3)]
     host.add(1, nothing, "i", "q", kind=Kind.INT, batch=True)
-    sent = [(launch, 10 * launch + index) for index in range(40) for launch in (2, 0, 1)]
+    sent = [(launch, 100 * launch + index) for index in range(40) for launch in (2, 0, 1)]
     tickets = [host.send(1, struct.pack("i", value), cell=1000 + value, launch=launch) for launch, value in sent]
     assert host.drain() == len(sent)
     (request,) = host.owner.begun
@@ -1086,10 +1086,8 @@ async def test_a_batch(host: Host) -> None:
     assert all(caller.requests == {request} for caller in callers)
     assert not host.used_cells()
     await host.settle()
-    # Several wrote to the same cell: the last of them has it.
-    last = {1000 + value: (ticket, value) for ticket, (_, value) in zip(tickets, sent, strict=True)}
-    for cell, (ticket, value) in last.items():
-        assert host.reply(cell, ticket) == Answer(Status.OK, Kind.INT, struct.pack("q", value**2))
+    for ticket, (_, value) in zip(tickets, sent, strict=True):
+        assert host.reply(1000 + value, ticket) == Answer(Status.OK, Kind.INT, struct.pack("q", value**2))
     assert not any(caller.requests for caller in callers)
 
 
@@ -1715,12 +1713,14 @@ async def test_stray_descriptors(words: list[tuple[int, int]]) -> None:
     host.owner.on_encode = lambda request, result: result
     dropped, begun, refused, batched, expected = 0, 0, [], 0, []
     named: dict[int, set[int]] = {}
+    awaited: set[int] = set()
+    """Cells of calls that the drain leaves unanswered."""
     for ticket, (argument, control) in enumerate(words):
         control = control % 2**54 | wire.tag_of(ticket) << 54
         host.write(ticket, argument, control)
         descriptor = Descriptor.unpack(ticket, argument, control)
         assert descriptor is not None
-        if not descriptor.sound or descriptor.launch > 1:
+        if not descriptor.sound or descriptor.launch > 1 or descriptor.cell in awaited:
             dropped += 1
             continue
         if descriptor.cell != wire.NO_CELL:
@@ -1731,7 +1731,10 @@ async def test_stray_descriptors(words: list[tuple[int, int]]) -> None:
         handler = host.handlers.get(descriptor.function)
         if handler is None or handler.nbytes * rows != nbytes:
             refused.append((served, descriptor.function, handler, nbytes // rows))
-        elif descriptor.function == 2:
+            continue
+        if descriptor.cell != wire.NO_CELL and (descriptor.function == 2 or not EAGER):
+            awaited.add(descriptor.cell)
+        if descriptor.function == 2:
             batched += rows
         elif descriptor.function == 3 or descriptor.form == Form.ROWS:
             begun += 1
@@ -1739,8 +1742,8 @@ async def test_stray_descriptors(words: list[tuple[int, int]]) -> None:
             inline = descriptor.form <= 8
             expected.append(struct.unpack("q", struct.pack("Q", argument))[0] if inline else 0)
     host.ticket = len(words)
-    last = host.send(1, struct.pack("q", 99), cell=wire.CELLS - 2)
-    named.setdefault(wire.CELLS - 2, set()).add(last)
+    free = next(cell for cell in range(wire.CELLS) if cell not in named)
+    named[free] = {host.send(1, struct.pack("q", 99), cell=free)}
     before = host.memory.array[: wire.cell_offset(0)].copy()
     assert host.drain() == len(words) + 1
     await host.settle()
@@ -1773,6 +1776,56 @@ async def test_words_without_the_tag_are_no_request(argument: int, control: int)
     assert host.drain() == host.drain() == 0
     assert (host.channel.position, host.channel.dropped, host.channel.served_ns) == (0, 0, 0)
     host.channel.close()
+
+
+async def test_a_cell_that_is_waited_on(host: Host) -> None:
+    """A call with a cell whose reply another one waits for is dropped; once that has it, the cell is anybody's."""
+    host.attach()
+    results = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    waiting = iter(results)
+
+    async def later() -> int:
+        value: int = await next(waiting)
+        return value
+
+    host.add(1, later, "", "q", kind=Kind.INT)
+    host.add(2, nothing)
+    first = host.send(1, cell=5)
+    host.drain()
+    for function in (1, 2, 3):
+        host.send(function, cell=5)
+    other = host.send(2, cell=6)
+    host.drain()
+    await until(lambda: host.reply(6, other))
+    assert (host.channel.dropped, host.used_cells(), host.owner.refusals) == (3, {6}, [])
+    results[0].set_result(10)
+    await until(lambda: host.reply(5, first))
+    second = host.send(1, cell=5)
+    results[1].set_result(11)
+    host.drain()
+    await host.settle()
+    assert host.reply(5, second) == Answer(Status.OK, Kind.INT, struct.pack("q", 11))
+    assert host.channel.dropped == 3
+
+
+@pytest.mark.parametrize("gap", [1, 2, wire.RING_SLOTS - 1])
+async def test_a_ring_with_a_gap(host: Host, gap: int) -> None:
+    """torn() says whether a request is published behind one that is not; what is left of laps before does not count."""
+    host.attach()
+    host.add(1, nothing)
+    for _ in range(wire.RING_SLOTS - 3):
+        host.send(1)
+    host.drain()
+    assert not host.channel.torn()
+    missing = host.ticket
+    host.ticket += gap
+    host.send(1)
+    assert host.channel.torn()
+    host.ticket = missing
+    host.send(1)
+    assert not host.channel.torn()
+    host.channel.close()
+    assert not host.channel.torn()
 
 
 async def test_requests_are_read_in_order(host: Host) -> None:

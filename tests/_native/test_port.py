@@ -352,6 +352,19 @@ async def test_other_replies(
     assert not device.taken.any()
 
 
+@pytest.mark.parametrize("how", ["wait", "poll"])
+@pytest.mark.parametrize("nbytes", [257, 1023])
+@pytest.mark.parametrize("status", [Status.OK, 7])
+def test_a_reply_of_a_size_that_no_host_sends(device: Device, how: str, nbytes: int, status: Any) -> None:
+    """A control word that some kernel wrote is an ERROR, not a look at what is behind the cell; the cell is free."""
+    port = device.port()
+    _, cell, ticket = port.call(1, b"")
+    device.shared.word(wire.cell_offset(cell) + 8).store(Reply(ticket, status, Kind.INT, nbytes).pack())
+    reply = port.wait(cell, ticket, 1) if how == "wait" else port.poll(cell, ticket)
+    assert reply == (Status.ERROR, Kind.NONE, number(Code.WRONG_REPLY))
+    assert not device.taken.any()
+
+
 async def test_many_threads(host: Host, device: Device) -> None:
     """Threads of several launches call at once: each gets the replies to its own calls, and no cell is given twice."""
     threads, rounds, burst = 6, 60, 5

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import aiooffload as ao
+from tests.engine.test_scratch import sum_up
 from tests.kernels import Boom, Rig, SpyDevice, add, fail_at, nothing, rig, saxpy, shape, turns
+from tests.reverse_kernels import silent
 
 
 @pytest.mark.parametrize("grid", [1, (3,), (3, 2), (4, 3, 2), [5, 6], np.int64(7)], ids=str)
@@ -97,6 +99,28 @@ async def test_cancel_while_loading(device_label: str) -> None:
         assert await r.read(word) == 1
         r.launch(add, word, 1)
         assert await r.read(word) == 2
+
+
+@pytest.mark.parametrize("late", ["load", "calls", "scratch"])
+async def test_buffer_closed_before_the_arguments_are_packed(device_label: str, late: str) -> None:
+    """A buffer may be closed as soon as its launch was submitted, also where that is packed when it starts."""
+    async with rig(device_label) as r:
+        await r.off.load(silent, sum_up)
+        out, before = r.off.zeros(1, np.int32), asyncio.get_running_loop().create_future()
+        if late == "load":
+            unloaded = ao.Kernel("silent", cuda=silent.cuda_source, host=silent.host_function, calls=True)
+            op = r.launch(unloaded, out)
+        elif late == "calls":
+            op = r.launch(silent, out, after=[before])
+        else:
+            out = r.off.zeros(2, np.uint64)
+            op = r.launch(sum_up, ao.Scratch(400), out, 100, after=[before])
+        found = r.off.get(out)
+        out.close()
+        assert op.queue is None
+        before.set_result(None)
+        await op
+        assert (await found)[0] == (4950 if late == "scratch" else 7)
 
 
 async def test_arguments_are_checked_before_the_load(device_label: str) -> None:

@@ -11,8 +11,9 @@ import aiooffload as ao
 from aiooffload.drivers.mapped import MappedMemory
 from aiooffload.engine.mapping import Arena
 from aiooffload.rules.wire import MapKind
+from aiooffload.testing import FaultyDevice, open_offload
 from tests.kernels import rig
-from tests.reverse_kernels import ask
+from tests.reverse_kernels import TOFROM, ask, map_array
 
 
 class Registering:
@@ -116,3 +117,23 @@ async def test_block_comes_back_after_a_failed_fetch(device_label: str) -> None:
         fetched = await mapping.fetch([(buffer.address, 1 << 16, MapKind.TO)])
         assert fetched.views[0].sum() == 0
         mapping.release(fetched)
+
+
+async def test_a_loss_that_asking_for_memory_finds() -> None:
+    """A device that is lost when it is asked for a mapped argument is lost for everything, and is not called again."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1, calling_lanes=1) as off:
+
+        @off.host_function(name="f")
+        async def f(array: ao.InOut[np.float32]) -> None:
+            raise AssertionError("it was called")
+
+        await off.load(map_array)
+        x, report = off.zeros(4, np.float32), off.zeros(2, np.int32)
+        await off.drain()
+        device.lose("mapped_memory", at=1)
+        with pytest.raises(ao.DeviceLostError):
+            await off.launch(map_array, grid=1, block=1, args=(x, 4, TOFROM, report))
+        with pytest.raises(ao.DeviceLostError):
+            off.empty(4, np.uint8)
+    assert device.problems == []

@@ -401,6 +401,7 @@ class Device(Scheduler[Op, Line[Op]]):
         for hands in (self.ending, self.tasks, self.streams):
             hands.clear()
         self.abandon(failure)
+        self.forget()
 
     def settle(self) -> None:
         """Let everything come to its end that can."""

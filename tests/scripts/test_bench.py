@@ -420,6 +420,19 @@ def test_scheduling_is_measured() -> None:
     assert "bar: 2x: " in done.stderr
 
 
+# -- cancel --------------------------------------------------------------------------------
+
+
+def test_cancel_smoke() -> None:
+    """``cancel`` has a figure for each loop, way and order, and says whether the bar is met."""
+    done = bench("cancel", "--smoke", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert len({(row["loop"], row["way"], row["order"]) for row in figures["rows"]}) == len(figures["rows"]) == 18
+    assert all(row["ms"] > 0 for row in figures["rows"])
+    assert figures["met"] == (figures["slowest_ms"] <= figures["bar_ms"])
+
+
 # -- serve ---------------------------------------------------------------------------------
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,12 +20,13 @@ def faults(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.timeout(240)
 def test_a_part_of_the_sweep() -> None:
-    """Every 47th place of every scenario: nothing hangs, is wrong or leaks."""
+    """Some places of every scenario: nothing hangs, is wrong or leaks."""
     done = faults("--device", "host", "--smoke", "--workers", "2", "--json", "-")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert figures["injected"] > 130
+    assert figures["injected"] > 100
     assert [figures[kind] for kind in ("hangs", "wrong", "leaks")] == [0, 0, 0]
     assert figures["problems"] == []
     assert done.stderr.startswith("ok: ")
@@ -51,3 +55,57 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
     done = faults(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module behind scripts/faults, which is in no package."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    spec = importlib.util.spec_from_file_location("aiooffload_faults", ROOT / "scripts" / "_faults.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    importlib.import_module("benchmarks.command")  # now: a loop must not read files
+    return module
+
+
+# A process that gets stuck, or dies, after its first case of each unit; begun anew it goes on.
+WORKER = """
+import json, os, sys, time
+for line in sys.stdin:
+    scenario, fault, first, step, by_events = json.loads(line)
+    if first == 1:
+        case = {{"at": 1, "injected": True, "hangs": [], "wrong": ["odd"], "leaks": [], "problems": ["odd"]}}
+        print(json.dumps(case), flush=True)
+        {end}
+    print("null", flush=True)
+"""
+
+
+@pytest.mark.allows_blocking("it writes a file and starts processes")
+@pytest.mark.parametrize(
+    ("end", "counts", "text"),
+    [
+        ("time.sleep(60)", (1, 1, 1, 0), "chain, lost 3: hang: the process does not go on"),
+        ("os._exit(3)", (1, 0, 2, 0), "chain, lost 3: wrong: the process ended with 3"),
+    ],
+)
+async def test_a_process_that_hangs_is_replaced(
+    end: str,
+    counts: tuple[int, ...],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: ModuleType,
+) -> None:
+    """One that says nothing any more is killed and a hang, one that dies is wrong; the rest is done by another."""
+    (tmp_path / "worker.py").write_text(WORKER.format(end=end))
+    monkeypatch.setattr(script, "__file__", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(script, "SILENT_S", 1.0 if "sleep" in end else 30.0)
+    ahead = deque([script.Unit("chain", "lost", 1, 2), script.Unit("chain", "refused", 5, 2)])
+    tally = await script.everything(ahead, 1, "asyncio")
+    assert (tally.injected, tally.hangs, tally.wrong, tally.leaks) == counts
+    assert tally.problems == ["odd", text]
+    assert tally.bad

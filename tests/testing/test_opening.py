@@ -26,6 +26,7 @@ async def test_a_lost_device_is_cleared_away() -> None:
             await held
         assert device.left()
     assert device.closed
+    assert device.left() == {}
     assert device.problems == []
 
 

@@ -208,4 +208,4 @@ def test_running_out_of_memory_must_not_lose_the_device(monkeypatch: pytest.Monk
         lambda device, n: device.fail("allocate", ao.OutOfMemoryError, times=2),
         lambda run, n: bool(run.device.injected),
     )
-    assert "out of memory in allocate was taken for the end of the device" in run_case(small, full, 1).wrong
+    assert "running out of memory was taken for the end of the device" in run_case(small, full, 1).wrong

@@ -209,6 +209,19 @@ class CudaDevice:
             free, total = unwrap("cuMemGetInfo", driver.cuMemGetInfo())
         return int(free), int(total)
 
+    def mapped_memory(self, address: int, nbytes: int) -> None:
+        """Raise UsageError unless the driver knows all of these bytes: the copy would read any other of the process."""
+        attribute, end = driver.CUpointer_attribute, address + nbytes
+        ask = (attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE)
+        with self.current():
+            # Mapped in pieces, it has several ranges.
+            while address < end:
+                found = [driver.cuPointerGetAttribute(which, address) for which in ask]
+                reached = 0 if any(int(status) for status, _ in found) else sum(int(value) for _, value in found)
+                if reached <= address:
+                    raise UsageError(f"{end - address} bytes at {address:#x} are no memory of a device")
+                address = reached
+
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map memory of our own and register it for every context."""
         memory = MappedMemory(nbytes)

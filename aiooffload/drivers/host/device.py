@@ -26,6 +26,7 @@ from aiooffload.drivers.api import (
 )
 from aiooffload.drivers.host.adopted import AdoptedStream
 from aiooffload.drivers.host.function import HostFunction, host_implementation
+from aiooffload.drivers.host.launch import lent
 from aiooffload.drivers.host.limited import LimitedStream
 from aiooffload.drivers.host.memory import HostBlock
 from aiooffload.drivers.mapped import MappedMemory, registered
@@ -116,7 +117,8 @@ class HostDevice:
         self._context: Final = HostContext()
         self._limit: Final = memory_limit
         self._poison: Final = poison
-        self._allocated = 0  # bytes in blocks that were not freed
+        self._blocks: Final[dict[int, HostBlock]] = {}  # those that were not freed, by address
+        self._allocated = 0  # bytes in them
         self._registered: Final[set[MappedMemory]] = set()  # changed by any thread, one operation at a time
         self._threads: Final[list[tuple[HostStream, threading.Thread]]] = []  # those that may still run
         self._closed = False
@@ -176,6 +178,7 @@ class HostDevice:
                 operation="allocate",
             )
         block = HostBlock(nbytes)
+        self._blocks[block.address] = block
         self._allocated += nbytes
         if self._poison and block.host_array is not None:
             block.host_array.fill(FRESH)
@@ -188,6 +191,7 @@ class HostDevice:
         if self._poison:
             block.host_array.fill(FREED)
         block.host_array = None
+        del self._blocks[block.address]
         self._allocated -= block.nbytes
 
     def trim(self) -> None:
@@ -199,6 +203,17 @@ class HostDevice:
         if self._limit is not None:
             return total - self._allocated, total
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), total
+
+    def mapped_memory(self, address: int, nbytes: int) -> object:
+        """Return the array that a running kernel has mapped, or the block; raises UsageError if it is neither."""
+        found: object = lent.find(address, nbytes)
+        if found is None:
+            within = (block for block in self._blocks.values() if block.address <= address)
+            ends = (block for block in within if address + nbytes <= block.address + block.nbytes)
+            found = next((block.host_array for block in ends), None)
+        if found is None:
+            raise UsageError(f"{nbytes} bytes at {address:#x} are no array that a kernel has mapped")
+        return found
 
     def register(self, nbytes: int) -> RegisteredMemory:
         """Map memory for both sides, rounded up to whole pages; raises OutOfMemoryError."""

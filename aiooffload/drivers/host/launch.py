@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,7 +20,7 @@ from aiooffload.drivers.api import CallParameter
 from aiooffload.errors import HostFunctionError, LaunchError, OffloadTimeout, UsageError
 from aiooffload.rules.wire import PAYLOAD_NBYTES, Code, Kind, MapKind, Status, function_id, map_argument
 
-__all__ = ["HostLaunch", "PendingCall"]
+__all__ = ["HostLaunch", "PendingCall", "lent"]
 
 _KINDS: Final = {Kind.BOOL: "b", Kind.INT: "i", Kind.UINT: "u", Kind.FLOAT: "f", Kind.COMPLEX: "c"}
 _ROWS: Final = 32
@@ -30,6 +31,41 @@ class Mapped(NamedTuple):
 
     array: NDArray[Any]
     kind: MapKind
+
+
+class Lent:
+    """The arrays of calls under way: the only memory besides blocks that the host touches because a kernel says so.
+
+    Kernels of any thread lend, and the loop's thread looks. Each method changes the dictionary by one operation, so
+    there is no lock, which whoever collects a forgotten call might hold already.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._arrays: dict[int, list[NDArray[Any]]] = {}
+
+    def lend(self, arguments: Sequence[object]) -> int | None:
+        """Lend the mapped arrays among ``arguments``; return what ends that, None if there are none."""
+        arrays = [value.array for value in arguments if isinstance(value, Mapped)]
+        if not arrays:
+            return None
+        number = next(self._numbers)
+        self._arrays[number] = arrays
+        return number
+
+    def end(self, number: int | None) -> None:
+        """The call is over for its kernel."""
+        if number is not None:
+            self._arrays.pop(number, None)
+
+    def find(self, address: int, nbytes: int) -> NDArray[Any] | None:
+        """Return the lent array that is just these bytes, or None."""
+        lent = (array for arrays in list(self._arrays.values()) for array in arrays)
+        return next((array for array in lent if (array.ctypes.data, array.nbytes) == (address, nbytes)), None)
+
+
+lent: Final = Lent()
+"""Of all kernels of this process."""
 
 
 class HostLaunch:
@@ -85,15 +121,19 @@ class HostLaunch:
             return np.array([pending.wait() for pending in [self._send(function, one, 1, None, ()) for one in packed]])
         return np.atleast_1d(self._send(function, b"".join(packed), rows, None, ()).wait())
 
-    def _send(self, function: str | int, data: bytes, rows: int, dtype: Any, keep: object) -> PendingCall:
+    def _send(
+        self, function: str | int, data: bytes, rows: int, dtype: Any, arguments: Sequence[object]
+    ) -> PendingCall:
         port, number = self._open_port(), function_id(function)
         if len(data) > PAYLOAD_NBYTES:
             port.report(number, Code.TOO_LARGE)
             raise HostFunctionError(f"{len(data)} bytes of arguments are too many for a call", code=Code.TOO_LARGE)
+        loan = lent.lend(arguments)
         status, cell, ticket = port.call(number, data, rows)
         if status != Status.OK:
+            lent.end(loan)
             raise _failure(function, status, b"")
-        return PendingCall(port, function, cell, ticket, rows, dtype, keep)
+        return PendingCall(port, function, cell, ticket, rows, dtype, loan)
 
     def post(self, function: str | int, *arguments: object) -> None:
         """Tell a host function something, without a reply."""
@@ -141,10 +181,10 @@ class HostLaunch:
 class PendingCall:
     """A call under way. Dropped without ``wait``, its reply is dropped, too."""
 
-    __slots__ = ("_cell", "_dtype", "_function", "_keep", "_outcome", "_port", "_rows", "_ticket")
+    __slots__ = ("_cell", "_dtype", "_function", "_loan", "_outcome", "_port", "_rows", "_ticket")
 
     def __init__(
-        self, port: Port, function: str | int, cell: int, ticket: int, rows: int, dtype: Any, keep: object
+        self, port: Port, function: str | int, cell: int, ticket: int, rows: int, dtype: Any, loan: int | None
     ) -> None:
         self._port = port
         self._function = function
@@ -152,19 +192,22 @@ class PendingCall:
         self._ticket = ticket
         self._rows = rows
         self._dtype = dtype
-        self._keep = keep  # mapped arrays
+        self._loan = loan  # of mapped arrays
         self._outcome: tuple[int, int, bytes] | None = None
 
     def poll(self) -> bool:
         """Whether it is over."""
         if self._outcome is None:
             self._outcome = self._port.poll(self._cell, self._ticket)
+            if self._outcome is not None:
+                lent.end(self._loan)
         return self._outcome is not None
 
     def wait(self) -> Any:
         """Wait for its result."""
         if self._outcome is None:
             self._outcome = self._port.wait(self._cell, self._ticket, function_id(self._function))
+            lent.end(self._loan)
         status, kind, data = self._outcome
         if status != Status.OK:
             raise _failure(self._function, status, data)
@@ -191,6 +234,7 @@ class PendingCall:
 
     def __del__(self) -> None:
         if self._outcome is None:
+            lent.end(self._loan)
             self._port.leave(self._cell, self._ticket)
 
 
