@@ -26,8 +26,9 @@ LIMIT_S = 20
 LOOPS = {
     "asyncio": "asyncio.run(main())",
     "uvloop": "uvloop.run(main())",
-    "eager": "asyncio.Runner(loop_factory=eager_loop).run(main())",
 }
+if sys.version_info >= (3, 12):
+    LOOPS["eager"] = "asyncio.Runner(loop_factory=eager_loop).run(main())"
 PREAMBLE = """
 import asyncio, gc, os, signal, sys, threading, time, warnings
 import numpy as np, uvloop
@@ -313,7 +314,7 @@ CALLS = ("in a call", "calling and silent")
 
 @pytest.mark.parametrize(
     ("state", "loop"),
-    [(state, "asyncio") for state in EXITS] + [(state, loop) for state in CALLS for loop in ("uvloop", "eager")],
+    [(state, "asyncio") for state in EXITS] + [(state, loop) for state in CALLS for loop in LOOPS if loop != "asyncio"],
 )
 def test_exit_with_the_offload_open(device_label: str, state: str, loop: str) -> None:
     """A program that ends with an Offload open ends at once and says so, whatever is under way."""

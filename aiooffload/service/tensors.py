@@ -186,7 +186,7 @@ def data_of(datatype: Datatype, array: np.ndarray[Any, Any]) -> Data:
         An element of a BYTES tensor is neither ``bytes`` nor ``str``.
     """
     if datatype.nbytes:
-        return memoryview(np.ascontiguousarray(array)).cast("B") if array.size and _exports(array) else array.tobytes()
+        return np.ascontiguousarray(array).data.cast("B") if array.size and _exports(array) else array.tobytes()
     return pack_bytes(map(_as_bytes, array.ravel().tolist()))
 
 

@@ -407,7 +407,8 @@ async def test_readers_on_one_lane_are_followed_there() -> None:
     enqueued = rig.enqueued
     assert rig.launch(y, x) is None
     assert (rig.enqueued, x.allocation.history.conflicts(False)) == (enqueued, [])
-    rig.queues[rig.lanes.index(readers[0].lane)].slot.store(2)
+    queue = rig.queues[rig.lanes.index(readers[0].lane)]
+    queue.slot.store(queue.issued)
     rig.board.poll()
     assert rig.launch(y, x) is not None
 
