@@ -25,5 +25,6 @@ alone, and the front answers what was in flight there with 503 and starts anothe
 ``worker``      all of the front together, from start to exit
 ``cli``         the commands
 ``doctor``      what the machine has, what it lacks, and what to do about it
+``versions``    of packages
 =============== ============================================================================
 """

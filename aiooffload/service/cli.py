@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version as version_of
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from aiooffload.service.device import ServedOffload, load_app
 from aiooffload.service.logs import bridge_logging, configure_logs
 from aiooffload.service.protocol import ProtocolError, Tensor, encode_response, parse_request
 from aiooffload.service.tensors import data_of
+from aiooffload.service.versions import version_of
 
 __all__ = ["main"]
 

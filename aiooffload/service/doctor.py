@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ import numpy as np
 from aiooffload.errors import CompileError, DeviceUnavailableError, DriverError
 from aiooffload.kernel import kernel
 from aiooffload.offload import Offload
+from aiooffload.service.versions import version_of
 
 __all__ = ["Device", "Finding", "as_rows", "devices", "examine", "failed", "judge_environment", "judge_limits"]
 
@@ -89,7 +89,7 @@ async def examine(device: str) -> list[Finding]:
     """Look at everything that matters to a worker on ``device``, and measure what can be measured."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = [
-        Finding("ok", "versions", f"aiooffload {version('aiooffload')}, Python {platform.python_version()}"),
+        Finding("ok", "versions", f"aiooffload {version_of('aiooffload')}, Python {platform.python_version()}"),
         _driver_version(Path("/proc/driver/nvidia/version")),
         *judge_environment(os.environ, Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))),
         *judge_limits(soft, hard, len(os.sched_getaffinity(0))),

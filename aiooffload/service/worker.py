@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Final
 
 import uvicorn
@@ -22,10 +21,11 @@ from aiooffload.service.http import make_app
 from aiooffload.service.infer import Site
 from aiooffload.service.metrics import Metrics
 from aiooffload.service.supervisor import Settings, StartFailed, Supervisor
+from aiooffload.service.versions import version_of
 
 __all__ = ["Worker", "serve"]
 
-VERSION: Final = version("aiooffload")
+VERSION: Final = version_of("aiooffload")
 _LAG_S: Final = 0.25
 LINGER_S: Final = 0.25
 """A request may have been sent on a connection just before this end closes it: its client is to have an answer."""

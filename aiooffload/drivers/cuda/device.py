@@ -277,7 +277,7 @@ class CudaDevice:
             handle = driver.CUkernel(int(core.handle))
             function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(handle))
             unwrap("cuFuncLoad", driver.cuFuncLoad(function))
-            _make_room_for_locals(self._context, function)
+            _make_room_for_locals(self._context, _local_nbytes(function))
             sizes = tuple(info.size for info in core.arguments_info)
         if calls:
             if sizes[:1] != (PARAMETER_NBYTES,):
@@ -287,6 +287,8 @@ class CudaDevice:
 
     def selftest_function(self) -> CudaFunction:
         """Load the kernels of this driver and return the one that does nothing."""
+        with self.current():
+            _make_room_for_locals(self._context, 1)
         self._rows = RowCopies(lambda name: self._load(name, OWN_KERNELS), self.properties.multiprocessors)
         return self._load(NOTHING, OWN_KERNELS)
 
@@ -378,22 +380,27 @@ def _core_kernel(index: int, name: str, image: bytes) -> CoreKernel:
         ) from error
 
 
-def _make_room_for_locals(context: Any, function: Any) -> None:
-    """Have the memory for a kernel's local variables allocated now, while nothing runs.
+def _make_room_for_locals(context: Any, wanted: int) -> None:
+    """Have the memory for so many bytes of local variables of each thread allocated now, while nothing runs.
 
-    Otherwise its first launch allocates it, and blocks until every kernel on the device is over: for ever, if one
-    of them waits for the loop that launches. (Measured: 980 ms behind a kernel of 1 s, 10 us after this.)
+    Otherwise the first launch of a kernel that needs it allocates it, and blocks until every kernel on the device is
+    over: for ever, if one of them waits for the loop that launches. (Measured: 980 ms behind a kernel of 1 s, 10 us
+    after this.) What a kernel needs for calls is not in its figure, so there is always some room.
     """
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
-    limit = driver.CUlimit.CU_LIMIT_STACK_SIZE
-    wanted = int(unwrap("cuFuncGetAttribute", driver.cuFuncGetAttribute(attribute, function)))
     if wanted <= _locals.get(int(context), 0):
         return
+    limit = driver.CUlimit.CU_LIMIT_STACK_SIZE
     # Another limit than now, or the driver takes it for done already.
     now = int(unwrap("cuCtxGetLimit", driver.cuCtxGetLimit(limit)))
     room = max(now + _LOCAL_STEP, -(-wanted // _LOCAL_STEP) * _LOCAL_STEP)
     unwrap("cuCtxSetLimit", driver.cuCtxSetLimit(limit, room))
     _locals[int(context)] = room
+
+
+def _local_nbytes(function: Any) -> int:
+    """Return how many bytes of local variables a thread of a kernel has."""
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+    return int(unwrap("cuFuncGetAttribute", driver.cuFuncGetAttribute(attribute, function)))
 
 
 def _describe(index: int, device: CoreDevice) -> DeviceProperties:
