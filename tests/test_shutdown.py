@@ -399,8 +399,15 @@ print("end")
         check(done)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-@pytest.mark.parametrize("leave", ["sys.exit(7)", "os._exit(7)", "raise KeyError", "return 7"])
+LEAVES = ("sys.exit(7)", "os._exit(7)", "raise KeyError", "return 7")
+
+
+@pytest.mark.parametrize(
+    ("loop", "leave"),
+    # A child that ends by way of its loop closes that, and libuv aborts a process where the other one has taken
+    # something off the selector that both have. That is so without an Offload as well.
+    [*(("asyncio", leave) for leave in LEAVES), ("uvloop", "os._exit(7)")],
+)
 def test_forked_child_that_ends(loop: str, leave: str) -> None:
     """A forked child ends by itself, however it leaves; the parent's work is not touched."""
     done = run(

@@ -123,7 +123,9 @@ def test_sources_are_found() -> None:
     assert {"aiooffload/examples/scan.py", "scripts/benchmarks/kernels.py", "tests/drivers/support.py"} <= files
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [arch if arch == "sm_75" else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHITECTURES]
+)
 @pytest.mark.parametrize("where", SOURCES)
 def test_every_cuda_source_compiles(where: str, arch: str) -> None:
     """Every kernel of the project compiles for the oldest architecture, this one and the next."""
