@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiooffload.buffer import Buffer
 from aiooffload.drivers import labels
 from aiooffload.engine.lanes import Lane
+from aiooffload.engine.threads import DaemonExecutor
 from aiooffload.errors import UsageError
 from aiooffload.offload import Offload
 from aiooffload.operation import Operation
@@ -47,7 +48,8 @@ class OffloadGroup(Offload):
         self._loop = asyncio.get_running_loop()
         members: list[Offload] = []
         try:
-            for label in await self._loop.run_in_executor(None, labels, self._device):
+            # A thread of its own: a driver that hangs must not keep the interpreter from exiting.
+            for label in await self._loop.run_in_executor(DaemonExecutor(), labels, self._device):
                 member = Offload(label)
                 member._options.update(self._options)
                 await member.__aenter__()
@@ -69,7 +71,7 @@ class OffloadGroup(Offload):
         await _all(member.__aexit__(kind, error, traceback) for member in self._members)
         self._state = self._state or "is closed"
 
-    async def aclose(self, timeout_s: float = 30.0) -> None:  # the base class says it
+    async def aclose(self, timeout_s: float = 30.0) -> None:
         await _all(member.aclose(timeout_s) for member in self._members)
         if self._members:
             self._state = self._state or "is closed"

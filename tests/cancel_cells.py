@@ -160,16 +160,17 @@ class Cell:
         off = (self.there if self.kind == "copy from elsewhere" else self.r).off
         if self.kind in ("put", "put, large", "copy in", "copy in, large"):
             host = weakref.ref(self.host)
-            self.host = None  # type: ignore[assignment]
+            self.host = None  # type: ignore[assignment]  # it is not read after this
             self.held = lambda: host() is not None
         elif self.kind == "calling" and self.state not in ("running", "in a call"):
             self.result = off.get(self.flag)  # comes after it
             self.flag.close()
         elif self.kind in PINNED:
-            address = self.pinned.lease.block.device_address  # type: ignore[union-attr]
+            address = self.pinned.open_lease().block.device_address
             if self.kind == "copy in, pinned":
                 self.pinned.close()
-                free = off._engine.memory  # type: ignore[union-attr]
+                assert off._engine is not None
+                free = off._engine.memory
                 self.held = lambda: address not in _free_pinned(free)
         elif self.kind in (*LAUNCHES, "get", "get, large", "copy out", "copy out, large", *ACROSS):
             if self.state == "running" and self.kind in LAUNCHES:
@@ -236,7 +237,7 @@ class Cell:
         if kind == "host task":
             return off.host_task(self._on_host, after=terms.get("after", ()))
         if kind == "gate":
-            opened = self.r.off._engine.loop.create_future()  # type: ignore[union-attr]
+            opened = asyncio.get_running_loop().create_future()
             self.releases.append(lambda: opened.done() or opened.set_result(None))
             return off.gate(opened, **{"lane": off.lanes[1], **terms})
         assert kind == "completion"
@@ -375,7 +376,8 @@ class Cell:
     def complete(self) -> None:
         """Let the device get through with it while the loop does not look."""
         if self.kind == "coarse":
-            self.r.off._engine.lanes.mark_all()  # type: ignore[union-attr]
+            assert self.r.off._engine is not None
+            self.r.off._engine.lanes.mark_all()
         self.release()
         while not self.op.lane.stream.query():
             pass

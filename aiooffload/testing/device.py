@@ -254,7 +254,7 @@ class FaultyDevice:
             return call()
         if name in _GIVING_BACK:
             call()
-        return effect(name)  # type: ignore[no-any-return]
+        return effect(name)  # type: ignore[no-any-return]  # what an effect gives is for its call to know
 
     def _raise(self, failure: Failure, name: str) -> Any:
         error = failure() if not isinstance(failure, type) else failure(f"{name} failed on demand", **_what(name))

@@ -46,7 +46,7 @@ class Resources:
             gc.collect()
             found = self._since()
         while found and time.monotonic() < deadline:
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_LOOK_AGAIN_S)  # threads that threading does not know tell nobody when they end
             found = self._since()
         return found
 

@@ -183,7 +183,7 @@ def _until_it_listens(server: Server) -> None:
         except OSError:
             if server.process.poll() is not None:
                 break
-            time.sleep(0.05)
+            time.sleep(0.05)  # nobody says when another process listens
     raise RuntimeError(f"a server did not start: {server.process.args!r}")
 
 
@@ -233,7 +233,7 @@ class Worker(Server):
                 return time.monotonic() - began
             if time.monotonic() - began > 60:
                 raise RuntimeError("the device process was not replaced within a minute")
-            time.sleep(0.005)
+            time.sleep(0.005)  # how finely the time is measured, and asking must not load the worker
 
     def _ready(self) -> dict[str, Any]:
         try:

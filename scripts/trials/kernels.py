@@ -155,7 +155,7 @@ def until_stopped(launch: Any, y: ao.InOut[np.int64]) -> None:
     launch.post("told", -1)
     end = time.monotonic() + SPIN_S
     while not launch.cancelled() and time.monotonic() < end:
-        time.sleep(0)
+        time.sleep(0)  # gives the interpreter away, waits for nothing
     y[0] = launch.cancelled()
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts.support import load_script
 
 
 @pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    """The module behind scripts/demo, which is in no package."""
-    spec = importlib.util.spec_from_file_location("aiooffload_demo", ROOT / "scripts" / "_demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def demo() -> Iterator[ModuleType]:
+    """The module behind scripts/demo."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield load_script(monkeypatch, "demo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.scripts.support import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,14 +61,8 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module behind scripts/faults, which is in no package."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    spec = importlib.util.spec_from_file_location("aiooffload_faults", ROOT / "scripts" / "_faults.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    """The module behind scripts/faults."""
+    module = load_script(monkeypatch, "faults")
     importlib.import_module("benchmarks.command")  # now: a loop must not read files
     return module
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import aiooffload as ao
+from tests.scripts.support import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,14 +49,8 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module behind scripts/soak, which is in no package."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    spec = importlib.util.spec_from_file_location("aiooffload_soak", ROOT / "scripts" / "_soak.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    """The module behind scripts/soak."""
+    module = load_script(monkeypatch, "soak")
     for name in ("trials.acts", "aiooffload.drivers.host"):  # now: a loop must not read files
         importlib.import_module(name)
     return module
