@@ -686,34 +686,31 @@ class Engine:
         self.memory.lose()
         self.scratch.stop()
         self.watchdog.stop()
-        self.reverse.abandon(failure)
-        self.host_tasks.abandon(failure)
         self.completion.stop(lost=True)
-        for operation in abandoned:
-            operation.finish(failure=failure)
-        self.lanes.abandon(failure)
+        self._fail(abandoned, failure)
         self.lanes.wake_lessees()
-        # What is loaded or copied piece by piece has nowhere to go.
         self.kernels.cancel_loading()
-        for task in self._tasks:
-            task.cancel()
         self._call_idle()
         barrier.leave(self)
         self._check_drained()
         self.loop.call_soon(self._sweep, failure)
 
+    def _fail(self, abandoned: list[Any], failure: BaseException) -> None:
+        """End what was on the device and everything on the host."""
+        self.reverse.abandon(failure)
+        self.host_tasks.abandon(failure)
+        for operation in abandoned:
+            operation.finish(failure=failure)
+        self.lanes.abandon(failure)
+        for task in self._tasks:  # what is copied piece by piece has nowhere to go
+            task.cancel()
+
     def _sweep(self, failure: BaseException) -> None:
         """End what was on its way when a signal handler terminated: the code that it interrupted has gone on since."""
         abandoned = self.board.abandon()
         _in_use.extend(operation.keep for operation in abandoned)
-        for operation in abandoned:
-            operation.finish(failure=failure)
-        self.reverse.abandon(failure)
-        self.host_tasks.abandon(failure)
-        self.lanes.abandon(failure)
+        self._fail(abandoned, failure)
         self.lanes.forget()
-        for task in self._tasks:
-            task.cancel()
         self._check_drained()
 
     def terminate(self) -> None:
