@@ -242,7 +242,10 @@ class Rig:
         for operation in self.holds:
             operation.exception()
         device = getattr(self.device, "inner", self.device)
-        await asyncio.to_thread(device.close)
+        if isinstance(device, HostDevice):
+            await asyncio.to_thread(device.close)
+        else:  # terminated, since nothing can be lost and go on
+            await asyncio.to_thread(engine._unregister, engine.memory.close())
         engines._in_use.clear()  # nothing of it uses anything any more
         if engine.completion.armed:
             with contextlib.suppress(OSError):

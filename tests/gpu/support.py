@@ -104,8 +104,7 @@ fault = ao.Kernel("fault", cuda=FAULT)
 """As ``latch``, then what the third argument says, an np.int32: writes to address 8, traps, writes to an odd address,
 or fails an assertion."""
 overflow = ao.Kernel("overflow", cuda=OVERFLOW)
-"""As ``fault``, but calls itself until the stack is full. Apart from it, since the driver makes room for a stack of
-unknown depth at the first launch, which waits for what runs."""
+"""As ``fault``, but calls itself until the stack is full."""
 forever = ao.Kernel("forever", cuda=FOREVER)
 """Sets the word at its argument, and ends when somebody clears that, which nobody does."""
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import aiooffload as ao
-from tests.gpu.support import CLOCK, PTX_STORE, Words, add, latch, nothing, until
+from tests.gpu.launch_cases import BODIES
+from tests.gpu.support import CLOCK, PTX_STORE, Words, add, latch, nothing, run_case, until
 
 pytestmark = pytest.mark.gpu
 
@@ -485,6 +486,15 @@ async def test_large_local_arrays_wait_for_nobody(off: ao.Offload) -> None:
     assert not held.done()
     words.array[1] = 1
     await held
+
+
+def test_first_launches_wait_for_nobody() -> None:
+    """What the driver allocates for the first kernel of a kind is there before: a handler's launches get through.
+
+    The kernel that called waits for them; a launch that waited for that kernel would never be over.
+    """
+    found = run_case("launch_cases", "in_a_handler")
+    assert found == {"found": dict.fromkeys(BODIES, 7), "fallback": ""}
 
 
 async def test_launches_on_every_lane(off: ao.Offload) -> None:

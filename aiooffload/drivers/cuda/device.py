@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +22,8 @@ from aiooffload.drivers.cuda.allocator import Allocator, AllocatorBlock
 from aiooffload.drivers.cuda.compiler import compile_source
 from aiooffload.drivers.cuda.function import CudaFunction
 from aiooffload.drivers.cuda.library import initialise
-from aiooffload.drivers.cuda.rows import NOTHING, OWN_KERNELS, RowCopies
+from aiooffload.drivers.cuda.room import NOTHING, NOTHING_IMAGE, local_nbytes, make_room
+from aiooffload.drivers.cuda.rows import ROW_KERNELS, RowCopies
 from aiooffload.drivers.cuda.status import status_error, unwrap
 from aiooffload.drivers.cuda.xid import XidWatch
 from aiooffload.drivers.mapped import MappedMemory, registered
@@ -35,8 +37,6 @@ __all__ = ["CudaDevice"]
 
 _KEEP_BYTES: Final = 256 << 20
 """Freed memory that the pool keeps for reuse rather than give back at every synchronisation."""
-_LOCAL_STEP: Final = 512
-"""Kernels that differ by less need their threads' local memory enlarged once."""
 _LEGACY_STREAM: Final = int(driver.CU_STREAM_LEGACY)
 _REGISTER_FLAGS: Final = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
 
@@ -277,7 +277,7 @@ class CudaDevice:
             handle = driver.CUkernel(int(core.handle))
             function = unwrap("cuKernelGetFunction", driver.cuKernelGetFunction(handle))
             unwrap("cuFuncLoad", driver.cuFuncLoad(function))
-            _make_room_for_locals(self._context, _local_nbytes(function))
+            make_room(self.handle, local_nbytes(function), self._run_nothing)
             sizes = tuple(info.size for info in core.arguments_info)
         if calls:
             if sizes[:1] != (PARAMETER_NBYTES,):
@@ -287,10 +287,15 @@ class CudaDevice:
 
     def selftest_function(self) -> CudaFunction:
         """Load the kernels of this driver and return the one that does nothing."""
+        self._rows = RowCopies(lambda name: self._load(name, ROW_KERNELS), self.properties.multiprocessors)
         with self.current():
-            _make_room_for_locals(self._context, 1)
-        self._rows = RowCopies(lambda name: self._load(name, OWN_KERNELS), self.properties.multiprocessors)
-        return self._load(NOTHING, OWN_KERNELS)
+            make_room(self.handle, 1, self._run_nothing)
+        return self._load(NOTHING, NOTHING_IMAGE)
+
+    def _run_nothing(self) -> None:
+        kernel, stream = _core_kernel(self.properties.index, NOTHING, NOTHING_IMAGE), self._memory_stream.handle
+        unwrap("cuLaunchKernel", driver.cuLaunchKernel(int(kernel.handle), 1, 1, 1, 1, 1, 1, 0, stream, 0, 0))
+        unwrap("cuStreamSynchronize", driver.cuStreamSynchronize(stream))
 
     def rows(self, *box: int) -> Callable[[Any], None] | None:
         """Return what copies rows by a kernel, once these are loaded."""
@@ -324,7 +329,8 @@ class Peers:
     def __init__(self) -> None:
         # Held while a pool is opened or destroyed; devices are opened and closed on any thread.
         self._lock = threading.Lock()
-        self._devices: list[CudaDevice] = []
+        # One that was terminated is not closed.
+        self._devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 
     def join(self, device: CudaDevice) -> None:
         """Open the pools of ``device`` and those of other GPUs to one another."""
@@ -333,14 +339,13 @@ class Peers:
                 if other.handle != device.handle:
                     other.share_pool(device)
                     device.share_pool(other)
-            self._devices.append(device)
+            self._devices.add(device)
 
     @contextmanager
     def without(self, device: CudaDevice) -> Iterator[None]:
         """Have ``device`` no longer among them; none is opened to it meanwhile."""
         with self._lock:
-            if device in self._devices:
-                self._devices.remove(device)
+            self._devices.discard(device)
             yield
 
 
@@ -348,8 +353,6 @@ _peers: Final = Peers()
 
 # What must outlive the object that made it, for the life of the process:
 _contexts: Final[dict[int, Any]] = {}
-# By context: how many bytes of local variables of a thread there is room for.
-_locals: Final[dict[int, int]] = {}
 # By host address. The device may still write to it when an Offload is collected without being closed.
 _registered: Final[dict[int, MappedMemory]] = {}
 # By device and code, then by name. Unloading would wait for everything in flight, whoever's it is.
@@ -378,29 +381,6 @@ def _core_kernel(index: int, name: str, image: bytes) -> CoreKernel:
             operation="cuLibraryGetKernel",
             log=str(error),
         ) from error
-
-
-def _make_room_for_locals(context: Any, wanted: int) -> None:
-    """Have the memory for so many bytes of local variables of each thread allocated now, while nothing runs.
-
-    Otherwise the first launch of a kernel that needs it allocates it, and blocks until every kernel on the device is
-    over: for ever, if one of them waits for the loop that launches. (Measured: 980 ms behind a kernel of 1 s, 10 us
-    after this.) What a kernel needs for calls is not in its figure, so there is always some room.
-    """
-    if wanted <= _locals.get(int(context), 0):
-        return
-    limit = driver.CUlimit.CU_LIMIT_STACK_SIZE
-    # Another limit than now, or the driver takes it for done already.
-    now = int(unwrap("cuCtxGetLimit", driver.cuCtxGetLimit(limit)))
-    room = max(now + _LOCAL_STEP, -(-wanted // _LOCAL_STEP) * _LOCAL_STEP)
-    unwrap("cuCtxSetLimit", driver.cuCtxSetLimit(limit, room))
-    _locals[int(context)] = room
-
-
-def _local_nbytes(function: Any) -> int:
-    """Return how many bytes of local variables a thread of a kernel has."""
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
-    return int(unwrap("cuFuncGetAttribute", driver.cuFuncGetAttribute(attribute, function)))
 
 
 def _describe(index: int, device: CoreDevice) -> DeviceProperties:

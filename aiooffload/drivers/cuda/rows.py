@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from aiooffload._native import CudaStream, LaunchPlan
     from aiooffload.drivers.cuda.function import CudaFunction
 
-__all__ = ["NOTHING", "OWN_KERNELS", "RowCopies"]
+__all__ = ["ROW_KERNELS", "RowCopies"]
 
-NOTHING: Final = "aiooffload_nothing"
-"""The entry of a kernel that does nothing."""
 _THREADS: Final = 512
 _BLOCKS_PER_MULTIPROCESSOR: Final = 8
 
@@ -104,13 +102,12 @@ def _entry(word: int) -> str:
 
 def _texts() -> Iterator[str]:
     yield ".version 7.0\n.target sm_75\n.address_size 64\n"
-    yield f".visible .entry {NOTHING}() {{ ret; }}\n"
     for word, (kind, registers) in _TYPES.items():
         yield _ROWS % {"name": _entry(word), "word": word, "type": kind, "registers": registers}
 
 
-OWN_KERNELS: Final = "".join(_texts()).encode() + b"\0"
-"""The kernels of this driver, as PTX."""
+ROW_KERNELS: Final = "".join(_texts()).encode() + b"\0"
+"""The kernels, as PTX."""
 
 
 class RowCopies:
@@ -119,7 +116,7 @@ class RowCopies:
     Parameters
     ----------
     load
-        Loads a kernel of :data:`OWN_KERNELS` by its name.
+        Loads a kernel of :data:`ROW_KERNELS` by its name.
     multiprocessors
         Of the device.
     """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aiooffload.drivers.cuda.rows import OWN_KERNELS, RowCopies
+from aiooffload.drivers.cuda.rows import ROW_KERNELS, RowCopies
 from tests.drivers.support import Rig, open_rig
 
 
@@ -49,7 +49,7 @@ def test_each_kernel_is_in_the_module() -> None:
     names: list[str] = []
     RowCopies(lambda name: names.append(name) or Loaded(name), 1)  # type: ignore[arg-type, func-returns-value]
     assert len(names) == 3
-    assert all(f".visible .entry {name}(".encode() in OWN_KERNELS for name in names)
+    assert all(f".visible .entry {name}(".encode() in ROW_KERNELS for name in names)
 
 
 @pytest.mark.parametrize(
