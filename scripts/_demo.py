@@ -4,7 +4,7 @@ Counts bytes, lines and occurrences of words (overlapping ones too) in each file
 launches in flight. Exits 1 if any count differs from plain Python's, 2 if the scan could not be made.
 """
 
-# Other jobs, each with its own --help: see LOOKUP, STREAM and HALO. A folder of such a name is scanned
+# Other jobs, each with its own --help: see LOOKUP, STREAM, HALO and SERVE. A folder of such a name is scanned
 # as ./lookup.
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import io
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
+import unicodedata
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +57,7 @@ JOBS = """other jobs, in place of a path:
   lookup    a kernel resolves keys and asks a SQLite database for those it does not hold
   stream    a kernel takes a large file through a small buffer and asks for each chunk
   halo      MPI ranks relax one field, and exchange its edges while their kernels run
+  --serve   a worker serves a search, and Triton's client asks it
 """
 LOOKUP = """Resolve keys in a kernel that asks a SQLite database for those that its table does not hold.
 
@@ -69,6 +74,15 @@ HALO = """Relax a field that is split over MPI ranks, which exchange the edges o
 Starts the ranks itself, by mpirun, and compares the result with plain NumPy's. Exits 1 if they differ,
 2 if it could not be done.
 """
+SERVE = """Serve a search for the nearest of many vectors, and ask it with Triton's client.
+
+Starts `aiooffload serve aiooffload.examples.knn:app`, asks for the characters whose names are nearest to each text,
+then for many at once, and stops it with SIGTERM. Every answer is compared with plain NumPy's. Exits 1 if one differs
+or the worker does not end well, 2 if it could not be done.
+"""
+QUESTIONS = "black heart,arrow pointing left,smiling cat,musical note"
+NEAREST = 3
+"""Neighbours that are shown of each."""
 MPI_ENVIRONMENT = {
     # Of Open MPI 4 and 5; others do not know these, nor do they need them. A rank bound to a core, as two or fewer
     # are, would have its event loop and the threads of its host device on that one.
@@ -101,6 +115,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument("--columns", type=positive, default=1024, help="(default: %(default)s)")
         parser.add_argument("--steps", type=positive, default=200, help="(default: %(default)s)")
         return parser.parse_args(argv[1:])
+    if "--serve" in argv:
+        parser = job_parser("scripts/demo --serve", SERVE, serve_job)
+        parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument("--texts", type=words, default=QUESTIONS, metavar="TEXT,...", help="default: %(default)s")
+        parser.add_argument("--requests", type=positive, default=400, help="at once, later (default: %(default)s)")
+        return parser.parse_args(argv)
     parser = job_parser("scripts/demo", __doc__, scan_job, epilog=JOBS)
     parser.add_argument("path", nargs="?", help="the tree to scan (default: this Python's standard library)")
     parser.add_argument("--lanes", type=positive, default=16, help="streams to spread the launches over (default: 16)")
@@ -476,6 +496,96 @@ def halo_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, A
         flush=True,
     )
     return 0 if same else 1, figures
+
+
+# The job of a worker and its client.
+
+
+def serve_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, Any] | None]:
+    if importlib.util.find_spec("tritonclient") is None:
+        print("scripts/demo: this job needs tritonclient: pip install 'aiooffload[demo]'", file=sys.stderr)
+        return 2, None
+    command = [sys.executable, "-m", "aiooffload", "serve", "aiooffload.examples.knn:app"]
+    command += ["--device", options.device, "--port", "0", "--log-format", "json"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True) as worker:
+        try:
+            assert worker.stderr is not None
+            serving = next((line for line in map(json.loads, worker.stderr) if line["event"] == "serving"), None)
+            if serving is None:
+                print(f"scripts/demo: the worker ended with {worker.wait()}", file=sys.stderr)
+                return 2, None
+            print(f"{serving['app']} on {', '.join(serving['devices'])}: {serving['url']}", file=out, flush=True)
+            reader = threading.Thread(target=worker.stderr.read)  # of a line for each request
+            reader.start()
+            found = ask_worker(options, serving["url"].partition("//")[2], out)
+            worker.send_signal(signal.SIGTERM)
+            found["exit_status"] = worker.wait(60)
+        finally:
+            worker.kill()
+        reader.join()
+    good = not found["mismatches"] and not found["exit_status"]
+    verdict = "ok" if good else f"failed: {found['mismatches']} answers differ, exit status {found['exit_status']}"
+    rate = f"{found['requests_per_s']:.0f} requests/s in {found['calls']} calls of the handler"
+    print(f"{verdict}: {found['requests']} requests, {rate}", file=out, flush=True)
+    return 0 if good else 1, found | {"device": ", ".join(serving["devices"])}
+
+
+def ask_worker(options: argparse.Namespace, address: str, out: TextIO) -> dict[str, Any]:
+    """Ask for each text, show the answers, then ask for many at once."""
+    import numpy as np
+    from tritonclient.http import InferenceServerClient, InferInput
+
+    from aiooffload.examples.knn import characters, embed
+
+    known = list(characters())
+    vectors = embed([unicodedata.name(one) for one in known])
+
+    def inputs(query: NDArray[np.float32]) -> list[InferInput]:
+        given = [InferInput("query", [1, query.size], "FP32"), InferInput("k", [1, 1], "INT32")]
+        for one, array in zip(given, (query.reshape(1, -1), np.array([[NEAREST]], np.int32)), strict=True):
+            one.set_data_from_numpy(array)
+        return given
+
+    def differs(query: NDArray[np.float32], answer: Any) -> bool:
+        """Whether these are not the nearest: their scores decide, since some are equally near."""
+        products = vectors @ query
+        ids, scores = (answer.as_numpy(name)[0, :NEAREST] for name in ("id", "score"))
+        names = [f"{known[i]} {unicodedata.name(known[i])}".encode() for i in ids]
+        return not (
+            np.allclose(scores, np.sort(products)[: -NEAREST - 1 : -1], atol=1e-5)
+            and np.allclose(scores, products[ids], atol=1e-5)
+            and names == answer.as_numpy("text")[0, :NEAREST].tolist()
+        )
+
+    with InferenceServerClient(address, concurrency=32) as client:
+        queries = embed(options.texts)
+        answers = [client.infer("knn", inputs(query)) for query in queries]
+        for text, answer in zip(options.texts, answers, strict=True):
+            scores, texts = answer.as_numpy("score")[0, :NEAREST], answer.as_numpy("text")[0, :NEAREST]
+            rows = [[one.decode(), f"{score:.2f}"] for one, score in zip(texts, scores, strict=True)]
+            print_table(text, ["character", "likeness"], rows, out)
+        mismatches = sum(map(differs, queries, answers))
+        chosen = vectors[np.random.default_rng(0).integers(0, len(vectors), options.requests)]
+        before, start = calls_of(address), time.perf_counter()
+        pending = [client.async_infer("knn", inputs(query)) for query in chosen]
+        many = [one.get_result() for one in pending]
+        seconds = time.perf_counter() - start
+        mismatches += sum(map(differs, chosen, many))
+    print(file=out)
+    return {
+        "requests": len(many),
+        "requests_per_s": round(len(many) / seconds, 1),
+        "calls": calls_of(address) - before,
+        "mismatches": int(mismatches),
+    }
+
+
+def calls_of(address: str) -> int:
+    """Return how many calls of handlers the worker's metrics count."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("aiooffload_batch_requests_count"))
 
 
 def write_json(target: str, data: dict[str, Any]) -> None:
