@@ -980,6 +980,8 @@ class Offload:
 
         Keys: ``device``, ``submitted``, ``completed``, ``in_flight``, ``pending`` (waiting on the
         host), ``wakes`` (by ``timer`` and by ``monitor``; all else was found by looking),
+        ``wake_latency`` (likewise: from the driver's wake, or the time of the timer, until the loop
+        went on; ``count``, ``sum_s``, and ``buckets`` of seconds and how many were at most that),
         ``armings`` of the monitor, ``watchdog_checks``, ``buffers``, ``allocated_bytes`` (of buffers
         and scratch), ``scratch`` (``kept_bytes`` that nothing uses, ``blocks`` with those in use,
         ``reuses``, ``allocations``),
@@ -995,6 +997,7 @@ class Offload:
             "in_flight": engine.board.in_flight,
             "pending": engine.board.pending,
             "wakes": dict(engine.completion.wakes),
+            "wake_latency": {by: late.stats() for by, late in engine.completion.late.items()},
             "armings": engine.completion.armings,
             "watchdog_checks": engine.watchdog.checks,
             "buffers": engine.memory.live - engine.scratch.blocks,

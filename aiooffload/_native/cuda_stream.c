@@ -11,7 +11,7 @@
  * thread must not make run with its capture mode relaxed. Both leave the caller's thread as it was found.
  *
  * The wake is `wake_by_eventfd` below: it runs on a thread of the driver's, at an unknown time,
- * possibly while any other thread holds the interpreter or any lock. One write(2) is all it does.
+ * possibly while any other thread holds the interpreter or any lock. One write(2), of the time, is all it does.
  * cuda-bindings before 13.5 wrap the pointer given to cuLaunchHostFunc in a function that takes
  * the interpreter; that is why the entry point is resolved here.
  */
@@ -449,8 +449,8 @@ static PyObject *stream_enqueue_wait(CudaStream *self, PyObject *args) {
 }
 
 static void wake_by_eventfd(void *descriptor) {
-    uint64_t one = 1;
-    ssize_t ignored = write((int)(intptr_t)descriptor, &one, sizeof one); /* fails only when full, which wakes too */
+    uint64_t now = (uint64_t)ao_now_ns();
+    ssize_t ignored = write((int)(intptr_t)descriptor, &now, sizeof now); /* fails only when full, which wakes too */
     (void)ignored;
 }
 
@@ -661,7 +661,7 @@ static PyMethodDef stream_methods[] = {
     {"enqueue_mark", (PyCFunction)stream_enqueue_mark, METH_O, "Enqueue a completion mark."},
     {"enqueue_write", (PyCFunction)stream_enqueue_write, METH_VARARGS, "Store a value in a word in stream order."},
     {"enqueue_wait", (PyCFunction)stream_enqueue_wait, METH_VARARGS, "Hold later work until a word reaches a value."},
-    {"enqueue_wake", (PyCFunction)stream_enqueue_wake, METH_O, "Add 1 to an eventfd in stream order."},
+    {"enqueue_wake", (PyCFunction)stream_enqueue_wake, METH_O, "Add the time to an eventfd in stream order."},
     {"enqueue_copy", (PyCFunction)stream_enqueue_copy, METH_VARARGS, "Copy between device and registered memory."},
     {"enqueue_copy_box", (PyCFunction)stream_enqueue_copy_box, METH_VARARGS, "Copy rows, or slices of rows."},
     {"enqueue_fill", (PyCFunction)stream_enqueue_fill, METH_VARARGS, "Repeat a pattern."},

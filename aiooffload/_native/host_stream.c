@@ -553,9 +553,9 @@ static void fill(const Command *c, PyThreadState **released) {
 }
 
 static void wake(int descriptor) {
-    static const uint64_t one = 1;
+    uint64_t now = (uint64_t)ao_now_ns();
     /* A full counter (EAGAIN) is readable all the same; nobody is there to be told of another error. */
-    while (write(descriptor, &one, sizeof one) < 0 && errno == EINTR) {}
+    while (write(descriptor, &now, sizeof now) < 0 && errno == EINTR) {}
 }
 
 static void execute(HostStream *self, const Command *c, PyThreadState **released) {

@@ -263,7 +263,7 @@ class Stream(Protocol):
         """
 
     def enqueue_wake(self, descriptor: int) -> None:
-        """Add 1 to the eventfd ``descriptor`` when all earlier work is done.
+        """Add the time, as ``now_ns``, to the eventfd ``descriptor`` when all earlier work is done.
 
         It runs on a thread of the driver's, at an unknown time, possibly while any other thread
         holds the interpreter or a lock: it is one ``write`` and takes nothing. After a fault it

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from aiooffload._native import Board, Timer, Word, now_ns, timer_slack
 from aiooffload.engine.closing import close_all
 from aiooffload.engine.health import as_loss
+from aiooffload.engine.latency import Latencies
 from aiooffload.errors import DeviceLostError, DriverError
 from aiooffload.operation import Operation
 from aiooffload.rules.wake import Wake, WakePolicy
@@ -194,6 +195,8 @@ class Completion:
         # Whether on_progress has something to do besides sending what is pending.
         self.attention = False
         self.wakes = {"timer": 0, "monitor": 0}
+        # From the driver's wake to the loop's read, and from the time of the timer.
+        self.late = {"timer": Latencies(), "monitor": Latencies()}
         self.armings = 0
         loop.add_reader(self._eventfd, self._on_bell)
         loop.add_reader(self._timer.fileno(), self._on_timer)
@@ -341,9 +344,10 @@ class Completion:
         if self._closed:
             return
         try:
-            os.eventfd_read(self._eventfd)
+            written_ns = os.eventfd_read(self._eventfd)
         except BlockingIOError:
             return
+        self.late["monitor"].add(now_ns() - written_ns)
         self.armed = False
         if self._disarmed is not None and not self._disarmed.done():
             self._disarmed.set_result(None)
@@ -354,8 +358,11 @@ class Completion:
         if self._closed:
             return
         self.wakes["timer"] += 1
-        if self._napping and self._nap_on():
+        napping = self._napping
+        if napping and self._nap_on():
             return
+        if self._timer_ns and not napping:
+            self.late["timer"].add(now_ns() - self._timer_ns)
         self._set_timer(0)
         if self._slept_ns > _COLD_NS and self.policy.spins:
             self._rehearse()

@@ -140,7 +140,7 @@ class _Devices:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
         slots = self._supervisor.slots
         for name, text, value in _OF_SLOT:
             yield _family(name, text, [(slot.device, value(slot)) for slot in slots])
@@ -153,6 +153,16 @@ class _Devices:
             for by, count in _stats(slot).get("wakes", {}).items():
                 wakes.add_metric((slot.device, by), count)
         yield wakes
+        late = HistogramMetricFamily(
+            "aiooffload_wake_latency_seconds",
+            "From the driver's wake, or the time of a timer, until the device process's loop went on.",
+            labels=("device", "by"),
+        )
+        for slot in slots:
+            for by, stats in _stats(slot).get("wake_latency", {}).items():
+                buckets = [(str(float(bound)), count) for bound, count in stats["buckets"]]
+                late.add_metric((slot.device, by), [*buckets, ("+Inf", stats["count"])], stats["sum_s"])
+        yield late
         lag = GaugeMetricFamily(
             "aiooffload_device_loop_lag_seconds", "How late the device process's loop was last.", labels=("device",)
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from aiooffload._native import Board, Operation, Word
+from aiooffload._native import Board, Operation, Word, now_ns
 from aiooffload.engine.completion import Completion
 from aiooffload.rules.wake import WakePolicy
 
@@ -387,7 +387,7 @@ class Device:
         command, descriptor = self.monitor.commands.pop(0)
         if command == "wake":
             self.rung = self.completion.wakes["monitor"] + 1  # two writes before a read are one
-            os.eventfd_write(descriptor, 1)
+            os.eventfd_write(descriptor, now_ns())
 
     def act(self, where: str) -> None:
         """The host is about to do a step: any number of the device's may come before it."""

@@ -71,6 +71,9 @@ async def test_monitor_wakes_an_idle_loop(device_label: str) -> None:
         await r.holds[0]
         after = r.off.stats()
         assert after["wakes"]["monitor"] > 0
+        late = after["wake_latency"]["monitor"]
+        assert late["count"] == after["wakes"]["monitor"]
+        assert 0 < late["sum_s"] < 10 * late["count"]  # times of one clock
         assert after["armings"] - before["armings"] <= 2
 
 

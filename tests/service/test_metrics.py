@@ -18,6 +18,7 @@ STATS = {
     "allocated_bytes": 4096,
     "calls": {"served": 7},
     "wakes": {"timer": 1, "monitor": 5},
+    "wake_latency": {"monitor": {"count": 5, "sum_s": 0.5, "buckets": [[0.001, 1], [0.02, 4]]}},
     "lanes_busy": 2,
 }
 
@@ -94,6 +95,10 @@ def test_devices() -> None:
     }
     assert {name: found[f"aiooffload_{name}", "cuda:0"] for name in expected} == expected
     assert found["aiooffload_wakes_total", "monitor", "cuda:0"] == 5
+    late = "aiooffload_wake_latency_seconds"
+    assert found[f"{late}_sum", "monitor", "cuda:0"] == 0.5
+    buckets = [found[f"{late}_bucket", "monitor", "cuda:0", bound] for bound in ("0.001", "0.02", "+Inf")]
+    assert buckets == [1, 4, 5]
 
 
 def test_device_that_is_gone() -> None:
