@@ -22,6 +22,7 @@ from typing import Any, Final, cast
 
 import uvloop
 
+from aiooffload.engine.bound import BoundLaunch
 from aiooffload.errors import DeviceLostError, OffloadError, OffloadTimeout, OutOfMemoryError, UsageError, WouldBlock
 from aiooffload.log import log
 from aiooffload.offload import Offload
@@ -58,6 +59,9 @@ class ServedOffload(Offload):
     def launch(self, *args: Any, **kwargs: Any) -> Operation[None]:
         return _noted(super().launch(*args, **kwargs))
 
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        return NotedLaunch(super().bind(*args, **kwargs))
+
     def launch_graph(self, *args: Any, **kwargs: Any) -> Operation[None]:
         return _noted(super().launch_graph(*args, **kwargs))
 
@@ -78,6 +82,24 @@ class ServedOffload(Offload):
 
     def fill(self, *args: Any, **kwargs: Any) -> Operation[None]:
         return _noted(super().fill(*args, **kwargs))
+
+
+class NotedLaunch:
+    """A bound launch whose operations belong to the call that makes them, whoever bound it."""
+
+    __slots__ = ("_bound",)
+
+    def __init__(self, bound: BoundLaunch) -> None:
+        self._bound = bound
+
+    def __call__(self, **options: Any) -> Operation[None]:
+        return _noted(self._bound(**options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bound, name)
+
+    def __repr__(self) -> str:
+        return repr(self._bound)
 
 
 def _noted(operation: Operation[Any]) -> Operation[Any]:

@@ -26,6 +26,7 @@ _SAMPLES: Final = 300
 _IDLE_S: Final = 0.005
 _IDLE_SAMPLES: Final = 40
 _MOST_DEVICES: Final = 64
+_SLICE: Final = "a slice of a GPU (MIG): its queues and copy engines are fewer, and CUDA shows a process one slice only"
 
 
 @kernel(cuda='extern "C" __global__ void aiooffload_doctor() {}', name="aiooffload_doctor")
@@ -134,7 +135,9 @@ def judge_environment(environment: Mapping[str, str], mps: Path) -> Iterator[Fin
             "every launch blocks the loop until its kernel ends: unset it",
         )
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if visible is not None and "MIG-" in visible:
+        yield Finding("note", "visible GPUs", f"CUDA_VISIBLE_DEVICES={visible!r}", _SLICE)
+    elif visible is not None:
         yield Finding("note", "visible GPUs", f"CUDA_VISIBLE_DEVICES={visible!r}", "other GPUs are hidden, on purpose?")
     if mps.exists():
         yield Finding(
@@ -168,9 +171,7 @@ async def _examine_device(off: Offload) -> list[Finding]:
     properties = off.properties
     findings = [Finding("ok", "device", f"{properties.label}: {properties.name}, {properties.total_bytes >> 20} MiB")]
     if " MIG " in properties.name:
-        findings.append(
-            Finding("note", "MIG", "the device is a slice of a GPU", "its queues and copy engines are fewer")
-        )
+        findings.append(Finding("note", "MIG", properties.name, _SLICE))
     fallback = off.stats()["fallback"]
     if fallback:
         advice = "awaits take longer; see the line about hardware queues, and the driver's version"

@@ -129,6 +129,33 @@ async def test_cancelled_call_ends_its_operations() -> None:
         assert sample_app.states[0].kernels_cancelled == 1
 
 
+async def test_bound_launch_belongs_to_the_call_that_makes_it() -> None:
+    """Cancelling a call cancels what it launched through a binding that was made at the start."""
+    app, bound, launched = ao.App(), [], asyncio.Queue[ao.Operation[None]]()
+
+    @app.on_start
+    async def bind(off: ao.Offload) -> None:
+        await off.load(sample_app.scale)
+        y = off.zeros(4, np.float32)
+        bound.append(off.bind(sample_app.scale, grid=1, block=4, args=(y, 2.0, 4)))
+        assert bound[0].arguments == (y, 2.0, 4)
+
+    @app.endpoint("launch", inputs=sample_app.NUMBER, outputs=sample_app.COUNT)
+    async def launch(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        launched.put_nowait(bound[0](a=3.0, after=[asyncio.Event().wait()]))
+        await asyncio.Event().wait()
+        return sample_app.count(0)
+
+    async with device_of(app) as (front, _):
+        front.call(1, "launch")
+        operation = await launched.get()
+        assert not operation.done()
+        front.say("cancel", call=1)
+        await front.heard("error", call=1)
+        with pytest.raises(asyncio.CancelledError):
+            await operation
+
+
 async def test_progress_of_a_kernel() -> None:
     """A call that asks for it hears what its kernel says."""
     async with device_of() as (front, _):

@@ -31,6 +31,7 @@ def states(findings: list[Finding]) -> dict[str, str]:
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "many"}, "hardware queues", "warning"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "blocking launches", "warning"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "visible GPUs", "note"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-0f3b"}, "visible GPUs", "note"),
     ],
 )
 def test_environment(environment: dict[str, str], what: str, state: str, tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_environment(environment: dict[str, str], what: str, state: str, tmp_pat
     findings = list(judge_environment(environment, tmp_path / "none"))
     assert states(findings)[what] == state
     assert all(finding.advice for finding in findings if finding.state == "warning")
+    assert any("MIG" in finding.advice for finding in findings) == ("MIG-" in str(environment))
 
 
 def test_harmless_environment(tmp_path: Path) -> None:
