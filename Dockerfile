@@ -3,6 +3,7 @@
 #   docker build -t aiooffload .
 #   docker run --gpus all -p 8000:8000 -e AIOOFFLOAD_TOKEN=... -v "$PWD/scaler.py:/app/scaler.py:ro" aiooffload scaler:app
 #
+# With aiooffload.examples.knn:app in the place of scaler:app, and no mount, it runs the example that is in the package.
 # Or in a Dockerfile of your own: FROM aiooffload, COPY scaler.py /app/, CMD ["scaler:app"].
 #
 # The CUDA driver comes from the host (NVIDIA's container toolkit), the runtime compiler from its wheel. Settings are

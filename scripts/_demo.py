@@ -502,8 +502,12 @@ def halo_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, A
 
 
 def serve_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, Any] | None]:
-    if importlib.util.find_spec("tritonclient") is None:
-        print("scripts/demo: this job needs tritonclient: pip install 'aiooffload[demo]'", file=sys.stderr)
+    try:
+        import tritonclient.http  # noqa: F401  (to be told now)
+    except (ImportError, RuntimeError) as error:  # not there, or without its HTTP part
+        print(
+            f"scripts/demo: this job needs Triton's client: pip install 'aiooffload[demo]' ({error})", file=sys.stderr
+        )
         return 2, None
     command = [sys.executable, "-m", "aiooffload", "serve", "aiooffload.examples.knn:app"]
     command += ["--device", options.device, "--port", "0", "--log-format", "json"]
