@@ -40,6 +40,7 @@ EXIT_FAILED: Final = 3
 EXIT_LOST: Final = 4
 _PR_SET_PDEATHSIG: Final = 1
 _FLUSH_S: Final = 2.0
+_CANCELLED: Final = {"kind": "error", "status": 499, "text": "cancelled"}
 
 _operations: ContextVar[list[Operation[Any]] | None] = ContextVar("aiooffload_operations", default=None)
 
@@ -245,12 +246,18 @@ class DeviceProcess:
             number = message["call"]
             task = asyncio.get_running_loop().create_task(self._call(number, message, data))
             self._tasks[number] = task
-            task.add_done_callback(lambda _: self._tasks.pop(number, None))
+            task.add_done_callback(lambda task: self._on_end(number, task))
         elif kind == "cancel":
             if (running := self._tasks.get(message["call"])) is not None:
                 running.cancel()
         elif kind == "stop":
             self._stopped.set()
+
+    def _on_end(self, number: int, task: asyncio.Task[None]) -> None:
+        """A call is over. One that was cancelled before its first step could not answer by itself."""
+        self._tasks.pop(number, None)
+        if task.cancelled() and self._off.loss is None:
+            self._link.send(_CANCELLED | {"call": number, "handler_s": 0.0, "device_s": 0.0})
 
     async def _call(self, number: int, message: dict[str, Any], data: memoryview) -> None:
         """Answer one call with exactly one result or error, unless the device is lost."""
@@ -263,7 +270,7 @@ class DeviceProcess:
         try:
             answer = await self._result(endpoint, message, data)
         except asyncio.CancelledError:
-            answer = {"kind": "error", "status": 499, "text": "cancelled"}, ()
+            answer = dict(_CANCELLED), ()
         except Exception as error:  # whatever a handler raises is this call's end, not the process's
             answer = self._failure(endpoint, error), ()
         for operation in operations:

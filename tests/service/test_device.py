@@ -156,6 +156,16 @@ async def test_bound_launch_belongs_to_the_call_that_makes_it() -> None:
             await operation
 
 
+async def test_call_that_is_cancelled_before_it_began() -> None:
+    """A call and its end that arrive together, as from a client that goes away at once, have an answer, too."""
+    async with device_of() as (front, _):
+        front.call(1, "gate")
+        front.say("cancel", call=1)
+        assert (await front.heard("error", call=1))["status"] == 499
+        front.call(2, "open_gate")
+        assert (await front.heard("result", call=2))["data"] == [bytes(4)]  # nobody was ever inside
+
+
 async def test_progress_of_a_kernel() -> None:
     """A call that asks for it hears what its kernel says."""
     async with device_of() as (front, _):
