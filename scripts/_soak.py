@@ -4,7 +4,10 @@ Launches, copies of any shape, fills, custom operations, host tasks, gates, boun
 of every kind and traces, many at a time (see scripts/trials/acts.py); results are compared with NumPy's. In between, at
 rest, it looks at what grows: memory, descriptors, threads, device memory.
 
-Exits 1 if a result was wrong or something leaks, 2 if the soak could not be made.
+With --serve it starts `aiooffload serve` instead and kills the device process again and again while clients ask (see
+scripts/trials/serving.py); each request has to be answered, rightly or with a status that says when to try again.
+
+Exits 1 if a result was wrong, a request was not answered or something leaks, 2 if the soak could not be made.
 """
 
 from __future__ import annotations
@@ -17,30 +20,23 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trials.growth import EPOCHS, Held, compare, held_by
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
+    from trials import serving
     from trials.world import Tally, World
 
     import aiooffload as ao
 
 TASKS = 12
 """Acts at a time."""
-EPOCHS = 20
-"""How often everything comes to rest, to see what has grown."""
-WARM_UP = 5
-"""Epochs after which nothing should grow any more."""
-SETTLED = 3
-"""Epochs at the end that are compared with those: a thread that is about to end is no leak."""
-LATE_THREADS = 2
-"""An Offload's worker threads, each of which starts when it is needed first."""
-GROWTH_BYTES = 24 << 20
-"""Of resident memory: what the allocator's arenas and the interpreter's caches may take from there on."""
 CANCELS = 0.04
 """Share of acts that are cancelled on their way."""
 STUCK_S = 120.0
@@ -48,13 +44,10 @@ STUCK_S = 120.0
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """What the process holds while nothing is going on."""
+class Footprint(Held):
+    """What the process and its Offload hold while nothing is going on."""
 
-    resident_bytes: int
     device_bytes: int
-    descriptors: int
-    threads: int
     handles: int
 
 
@@ -71,30 +64,8 @@ def measure(off: ao.Offload) -> Footprint:
     from aiooffload.testing import live_handles
 
     stats, handles = off.stats(), live_handles()
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return Footprint(
-        int(fields["VmRSS"].split()[0]) * 1024,
-        stats["allocated_bytes"] - stats["scratch"]["kept_bytes"],
-        len(list(Path("/proc/self/fd").iterdir())),
-        int(fields["Threads"]),
-        handles["streams"] + handles["offloads"],
-    )
-
-
-def compare(tally: Tally, prints: list[Footprint]) -> int:
-    """Count what has grown since the warm-up; return the growth of resident memory in bytes."""
-    warm, later = prints[: WARM_UP + 1], prints[WARM_UP + 1 :]
-    if not later:
-        return 0
-    last = later[-SETTLED:]  # what is there in each of them stays
-    growth = min(one.resident_bytes for one in last) - max(one.resident_bytes for one in warm)
-    if growth > GROWTH_BYTES:
-        tally.leak(f"resident memory grew by {growth >> 20} MiB after the warm-up")
-    for name in ("device_bytes", "descriptors", "threads", "handles"):
-        most, least = max(getattr(one, name) for one in warm), min(getattr(one, name) for one in last)
-        if least > most + (LATE_THREADS if name == "threads" else 0):
-            tally.leak(f"{name}: {least}, {most} at most in the warm-up")
-    return growth
+    device_bytes = stats["allocated_bytes"] - stats["scratch"]["kept_bytes"]
+    return Footprint(**held_by("self"), device_bytes=device_bytes, handles=handles["streams"] + handles["offloads"])
 
 
 # -- acting ------------------------------------------------------------------------------------
@@ -160,10 +131,35 @@ async def soak(device: str, seconds: float, seed: int, tally: Tally) -> tuple[st
             await asyncio.gather(*(keep_acting(world, until) for _ in range(TASKS)))
             prints.append(await footprint(off))
             tally.operations = off.stats()["completed"]
-            resident = prints[-1].resident_bytes >> 20
-            counts = f"{tally.operations} operations, {tally.cancelled} cancelled, {tally.faults} faults"
-            say(f"{loop.time() - began:.0f} of {seconds:.0f} s: {counts}, {resident} MiB")
+            say(f"{loop.time() - began:.0f} of {seconds:.0f} s: {tally.done}, {prints[-1].resident_bytes >> 20} MiB")
     return label, compare(tally, prints)
+
+
+def run_offload(options: argparse.Namespace) -> tuple[Tally, str, int]:
+    """Soak an Offload; return what was found, the device and the growth of resident memory."""
+    from benchmarks.command import loop_factory
+    from trials.world import Tally
+
+    from aiooffload.testing import Resources
+
+    tally, factory = Tally(), loop_factory(options.loop or "uvloop")
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(open_once(options.device))
+    before = Resources.now()
+    with asyncio.Runner(loop_factory=factory) as runner:
+        label, growth = runner.run(soak(options.device, options.minutes * 60, options.seed, tally))
+    for leak in before.leaks():
+        tally.leak(f"at the end: {leak}")
+    return tally, label, growth
+
+
+def run_worker(options: argparse.Namespace) -> tuple[serving.Tally, str, int]:
+    """Soak a worker; return what was found, the device and the growth of the front's resident memory."""
+    from trials import serving
+
+    tally = serving.Tally()
+    label, growth = serving.run(options.device, options.minutes * 60, options.seed, options.kill_every_s, tally)
+    return tally, label, growth
 
 
 # -- the command line ----------------------------------------------------------------------------
@@ -176,12 +172,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long (default: 10)")
     parser.add_argument("--device", default="auto", help="auto, host or cuda:N (default: auto)")
     parser.add_argument("--seed", type=int, help="of what is chosen (default: another one each time, which is printed)")
-    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="default: uvloop")
+    parser.add_argument("--loop", choices=("uvloop", "asyncio"), help="default: uvloop")
+    parser.add_argument("--serve", action="store_true", help="soak a worker, and kill its device process")
+    parser.add_argument("--kill-every-s", type=float, metavar="SECONDS", help="with --serve (default: 20)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, installing nothing")
     options = parser.parse_args(argv)
     if not 0 < options.minutes < 60 * 24 * 365:
         parser.error("--minutes is above 0")
+    if options.serve and options.loop:
+        parser.error("--loop is not for --serve: a worker has its own")
+    if options.serve and "," in options.device:
+        parser.error("--serve is for one device")
+    if options.kill_every_s is None:
+        options.kill_every_s = 20.0
+    elif not options.serve:
+        parser.error("--kill-every-s is for --serve")
+    if not options.kill_every_s > 0:
+        parser.error("--kill-every-s is above 0")
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**32)
     return options
@@ -189,41 +197,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    from benchmarks.command import check_target, loop_factory, say, write
-    from trials.world import Tally
+    from benchmarks.command import check_target, say, write
+    from benchmarks.serve import NotServing
 
     import aiooffload as ao
-    from aiooffload.testing import Resources
 
     out = sys.stderr if options.json == "-" else sys.stdout
     print(f"seed {options.seed}", file=out, flush=True)
-    tally, began = Tally(), time.monotonic()
+    began = time.monotonic()
+    tally: Tally | serving.Tally
     try:
         check_target(options.json)
-        with asyncio.Runner(loop_factory=loop_factory(options.loop)) as runner:
-            runner.run(open_once(options.device))
-        before = Resources.now()
-        with asyncio.Runner(loop_factory=loop_factory(options.loop)) as runner:
-            label, growth = runner.run(soak(options.device, options.minutes * 60, options.seed, tally))
-    except (ao.DeviceLostError, ao.UsageError, ao.DeviceUnavailableError, OSError) as error:
+        tally, label, growth = run_worker(options) if options.serve else run_offload(options)
+    except (ao.DeviceLostError, ao.UsageError, ao.DeviceUnavailableError, NotServing, OSError) as error:
         print(f"scripts/soak: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nscripts/soak: stopped", file=sys.stderr)
         return 130
-    for leak in before.leaks():
-        tally.leak(f"at the end: {leak}")
     say("")
     for problem in tally.problems:
         print(problem, file=out)
     seconds = round(time.monotonic() - began, 1)
-    verdict = "FAILED" if tally.mismatches or tally.leaks else "ok"
-    counts = f"{tally.operations} operations, {tally.cancelled} cancelled, {tally.faults} faults"
-    found = f"{tally.mismatches} mismatches, {tally.leaks} leaks"
-    print(f"{verdict}: {label}, {counts}, {found} in {seconds} s", file=out)
+    verdict = "FAILED" if tally.bad else "ok"
+    print(f"{verdict}: {label}, {tally.done}, {tally.found} in {seconds} s", file=out)
     figures = {"device": label, "seed": options.seed, "seconds": seconds, "growth_bytes": growth}
-    write(options.json, asdict(tally) | figures)
-    return 1 if tally.mismatches or tally.leaks else 0
+    write(options.json, tally.figures() | figures)
+    return 1 if tally.bad else 0
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from benchmarks.command import add_efforts, run, say
 
@@ -137,6 +137,10 @@ def show(figures: dict[str, Any], out: TextIO) -> None:
     print(f"load average of the machine: {figures['load_average']:.1f}", file=out)
 
 
+class NotServing(RuntimeError):
+    """A server did not start; the text has what it said."""
+
+
 class Server:
     """A server process, with a port."""
 
@@ -184,22 +188,32 @@ def _until_it_listens(server: Server) -> None:
             if server.process.poll() is not None:
                 break
             time.sleep(0.05)  # nobody says when another process listens
-    raise RuntimeError(f"a server did not start: {server.process.args!r}")
+    raise NotServing(f"a server did not start: {server.process.args!r}")
 
 
 class Worker(Server):
-    """``aiooffload serve``, as anybody would start it, its log read as far as it is needed."""
+    """``aiooffload serve``, as anybody would start it, its log read as far as it is needed.
 
-    def __init__(self, device: str) -> None:
-        command = [sys.executable, "-m", "aiooffload", "serve", "--device", device, "--port", "0"]
-        super().__init__(
-            subprocess.Popen([*command, "benchmarks.serve_app:app"], cwd=SCRIPTS, text=True, stderr=subprocess.PIPE)
-        )
+    What the log has afterwards goes through ``sink`` to ``log``, which is complete at the end of the block: somebody
+    has to take it.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        app: str = "benchmarks.serve_app:app",
+        flags: Sequence[str] = (),
+        sink: Sequence[str] = ("cat",),
+        log: IO[str] | int = subprocess.DEVNULL,
+    ) -> None:
+        command = [sys.executable, "-m", "aiooffload", "serve", "--device", device, "--port", "0", *flags, app]
+        path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path}
+        super().__init__(subprocess.Popen(command, cwd=SCRIPTS, env=environment, text=True, stderr=subprocess.PIPE))
         self.device = self._line("device process is ready")["device"]
         self.port = int(self._line("serving")["url"].rpartition(":")[2])
-        # Nobody wants the lines of the requests, but somebody has to take them.
         assert self.process.stderr is not None
-        self._sink = subprocess.Popen(["cat"], stdin=self.process.stderr, stdout=subprocess.DEVNULL)
+        self._sink = subprocess.Popen(sink, stdin=self.process.stderr, stdout=log)
 
     def _line(self, event: str) -> dict[str, Any]:
         assert self.process.stderr is not None
@@ -208,8 +222,8 @@ class Worker(Server):
             if line.get("event") == event:
                 return line
             if line.get("level") == "error":
-                raise RuntimeError(f"the worker did not start: {text.strip()}")
-        raise RuntimeError("the worker did not start")
+                raise NotServing(f"the worker did not start: {text.strip()}")
+        raise NotServing("the worker did not start")
 
     def __enter__(self) -> Worker:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 
 import aiooffload as ao
 from trials import kernels
+from trials.growth import Findings
 
 BAD = -(1 << 40)
 """An argument for which host functions raise."""
-SHOWN = 20
 
 
 class Boom(Exception):
@@ -28,24 +28,29 @@ EXPECTED = (Boom, ao.HostFunctionError, ao.OffloadTimeout, ao.DependencyError, a
 
 
 @dataclass
-class Tally:
+class Tally(Findings):
     """What happened so far."""
 
     operations: int = 0
     cancelled: int = 0
     faults: int = 0
     mismatches: int = 0
-    leaks: int = 0
-    problems: list[str] = field(default_factory=list)
 
     def mismatch(self, text: str) -> None:
         self.mismatches += 1
-        if len(self.problems) < SHOWN:
-            self.problems.append(text)
+        self.note(text)
 
-    def leak(self, text: str) -> None:
-        self.leaks += 1
-        self.problems.append(text)
+    @property
+    def bad(self) -> bool:
+        return bool(self.mismatches or self.leaks)
+
+    @property
+    def done(self) -> str:
+        return f"{self.operations} operations, {self.cancelled} cancelled, {self.faults} faults"
+
+    @property
+    def found(self) -> str:
+        return f"{self.mismatches} mismatches, {self.leaks} leaks"
 
 
 class World:

@@ -38,7 +38,16 @@ def test_a_short_run(loop: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--device", "abacus"], "abacus"), (["--minutes", "0"], "above 0"), (["--minutes", "x"], "invalid float")],
+    [
+        (["--device", "abacus"], "abacus"),
+        (["--minutes", "0"], "above 0"),
+        (["--minutes", "x"], "invalid float"),
+        (["--serve", "--device", "abacus"], "abacus"),
+        (["--serve", "--device", "cuda:0,cuda:1"], "one device"),
+        (["--serve", "--loop", "uvloop"], "--loop is not for --serve"),
+        (["--serve", "--kill-every-s", "nan"], "above 0"),
+        (["--kill-every-s", "5"], "for --serve"),
+    ],
 )
 def test_bad_arguments(arguments: list[str], message: str) -> None:
     """What the user got wrong is said on standard error, with exit code 2."""
