@@ -116,7 +116,7 @@ def late_wake() -> None:
     woken = 0
     while not woken and time.monotonic() < deadline:
         try:
-            woken = os.eventfd_read(eventfd)
+            woken = int(os.eventfd_read(eventfd) > 0)
         except BlockingIOError:
             time.sleep(0)
 
