@@ -63,6 +63,8 @@ class Tally(Findings):
     kills: int = 0
     wrong: int = 0
     unanswered: int = 0
+    slowest_s: float = 0.0
+    """What an answer took, at most."""
     replacement_s: list[float] = field(default_factory=list)
     """From each kill until a request was served again."""
 
@@ -173,6 +175,7 @@ class Client:
         sent_at = time.monotonic()
         writer.write(request.content)
         response = await read_response(reader)
+        load.tally.slowest_s = max(load.tally.slowest_s, round(time.monotonic() - sent_at, 3))
         if response.headers.get("connection") == "close":
             self._close()
         if not check(request, response):
@@ -308,6 +311,8 @@ async def soak(worker: Worker, seconds: float, seed: int, kill_every_s: float, t
     due = began + kill_every_s
     for epoch in range(EPOCHS):
         until = began + seconds * (epoch + 1) / EPOCHS
+        if time.monotonic() > until:
+            continue  # the one before took so long
         async with asking(clients):
             while due < until:
                 await asyncio.sleep(due - time.monotonic())

@@ -33,6 +33,7 @@ def test_a_short_run() -> None:
     assert all(figures[kind] > 0 for kind in ("requests", "served", "retried", "aborted", "malformed", "kills"))
     assert 0 < figures["replacement_s_p50"] <= figures["replacement_s_max"]
     assert len(figures["replacement_s"]) == figures["kills"]
+    assert 0 < figures["slowest_s"] < 30
     assert (figures["seed"], figures["device"]) == (7, "host")
     assert "ok: host, " in done.stderr
 
