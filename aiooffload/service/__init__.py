@@ -26,5 +26,6 @@ alone, and the front answers what was in flight there with 503 and starts anothe
 ``cli``         the commands
 ``doctor``      what the machine has, what it lacks, and what to do about it
 ``versions``    of packages
+``collector``   how often the garbage collector looks, and at what
 =============== ============================================================================
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import importlib
 import os
 import signal
@@ -29,6 +28,7 @@ from aiooffload.offload import Offload
 from aiooffload.operation import Operation
 from aiooffload.service import frames
 from aiooffload.service.app import App, Endpoint, RequestError
+from aiooffload.service.collector import settle_collector
 from aiooffload.service.logs import bridge_logging, configure_logs
 from aiooffload.service.tensors import Data
 
@@ -369,7 +369,7 @@ async def serve(connection: socket.socket) -> int:
         app = load_app(configuration["app"])
         off = ServedOffload(configuration["device"], **configuration["offload"])
         async with off:
-            gc.freeze()  # what is there now stays: no need to look at it again with every few calls
+            settle_collector()
             status = await DeviceProcess(link, app, off).run()
             if status == EXIT_LOST:
                 await link.close()

@@ -15,7 +15,7 @@ from aiooffload.service.protocol import InferRequest, Tensor
 from aiooffload.service.supervisor import DeviceProcess, Supervisor
 from aiooffload.service.tensors import Data, split_rows
 
-__all__ = ["Answer", "Dispatcher", "Refusal", "Ticket"]
+__all__ = ["RETRY_AFTER_S", "Answer", "Dispatcher", "Refusal", "Ticket"]
 
 RETRY_AFTER_S: Final = 1
 BATCHES_IN_FLIGHT: Final = 2

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aiooffload.service import protocol
-from aiooffload.service.infer import JSON, ClientGone, Infer, Site, read_body, send_whole
+from aiooffload.service.dispatch import Refusal
+from aiooffload.service.infer import BUG, JSON, ClientGone, Infer, Site, read_body, send_whole
 from aiooffload.service.metrics import CONTENT_TYPE
 from aiooffload.service.protocol import ProtocolError
 
@@ -33,7 +34,7 @@ def make_app(site: Site) -> ASGIApp:
     both = [model, model + "/versions/{version}"]
     app = Starlette(
         routes=[
-            *(Route(path + "/infer", infer, methods=["POST"]) for path in both),
+            *(Route(path + "/infer", infer, methods=["POST"]) for path in both),  # for what Shortcut leaves
             Route("/v2/health/live", views.live),
             Route("/v2/health/ready", views.ready),
             Route("/metrics", views.metrics),
@@ -46,11 +47,32 @@ def make_app(site: Site) -> ASGIApp:
         exception_handlers={
             HTTPException: _on_http_error,
             ProtocolError: _on_protocol_error,
+            Refusal: _on_refusal,
             ClientGone: _on_client_gone,
             500: _on_bug,
         },
     )
-    return Guard(app, site.token) if site.token else app
+    whole = Shortcut(app, infer)
+    return Guard(whole, site.token) if site.token else whole
+
+
+class Shortcut:
+    """Inference past Starlette's router and middlewares, which would take an eighth of a small request's time."""
+
+    def __init__(self, app: ASGIApp, infer: Infer) -> None:
+        self._app = app
+        self._infer = infer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            match scope["path"].split("/"):
+                case ["", "v2", "models", model, "infer"] if model:
+                    scope["path_params"] = {"model": model}
+                    return await self._infer(scope, receive, send)
+                case ["", "v2", "models", model, "versions", version, "infer"] if model and version:
+                    scope["path_params"] = {"model": model, "version": version}
+                    return await self._infer(scope, receive, send)
+        return await self._app(scope, receive, send)
 
 
 class Guard:
@@ -84,12 +106,18 @@ async def _on_protocol_error(request: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, error.status)
 
 
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else None
+    return _json({"error": str(error)}, error.status, headers)
+
+
 async def _on_client_gone(request: Request, error: Exception) -> Response:
     return _json({"error": "the client is gone"}, 499)  # which nobody reads
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    return _json({"error": "the server failed; its log says how"}, 500)
+    return _json({"error": BUG}, 500)
 
 
 class Views:

@@ -13,15 +13,16 @@ from urllib.parse import parse_qs
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from aiooffload.log import log
 from aiooffload.service import protocol
 from aiooffload.service.app import Declaration
-from aiooffload.service.dispatch import Answer, Dispatcher, Refusal, Ticket
+from aiooffload.service.dispatch import RETRY_AFTER_S, Answer, Dispatcher, Refusal, Ticket
 from aiooffload.service.logs import log_request
 from aiooffload.service.metrics import Metrics
 from aiooffload.service.protocol import InferRequest, ProtocolError
 from aiooffload.service.supervisor import Supervisor
 
-__all__ = ["DEADLINE", "JSON", "ClientGone", "Infer", "Site", "header", "natural", "read_body", "send_whole"]
+__all__ = ["BUG", "DEADLINE", "JSON", "ClientGone", "Infer", "Site", "header", "natural", "read_body", "send_whole"]
 
 DEADLINE: Final = b"x-request-timeout-ms"
 """The header in which a client says how many milliseconds the answer is worth waiting for."""
@@ -35,6 +36,7 @@ COMMENT_S: Final = 15.0
 """A stream without news has a comment so often, for whoever closes silent connections."""
 SEND_S: Final = 30.0
 """How long a client may take to take an event."""
+BUG: Final = "the server failed; its log says how"
 JSON: Final = (b"content-type", b"application/json")
 _TRACE_NBYTES: Final = 128
 _EVENTS: Final = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"))
@@ -61,12 +63,13 @@ class Site:
     request_timeout_s: float = 60.0
 
     def declaration(self, name: str, version: str = "") -> Declaration:
-        """Return an endpoint's declaration; raises ProtocolError if there is none."""
+        """Return an endpoint's declaration; raises ProtocolError if there is none, Refusal if none is known yet."""
         for one in self.supervisor.declarations:
             if one.name == name and version in ("", protocol.VERSION):
                 return one
         if not self.supervisor.declarations:
-            raise ProtocolError(self.supervisor.why_not_ready() or "no model is there yet", 503)
+            reason = self.supervisor.why_not_ready() or "no model is there yet"
+            raise Refusal(503, reason, "unavailable", RETRY_AFTER_S)
         shown = f"{name[: protocol.MAX_NAME]!r}" + (f" version {version[:32]!r}" if version else "")
         raise ProtocolError(f"unknown model {shown}", 404)
 
@@ -219,6 +222,12 @@ class Infer:
             record.fail(499, "cancelled", error)
             self._note(record)
             return
+        except Exception as error:  # a mistake of ours: the client is told, and the log has it
+            log.error("a request failed", endpoint=record.endpoint, exc_info=error)
+            if record.status:  # in the middle of a stream, which the server then cuts off
+                raise
+            record.fail(500, "failed", error)
+            headers, body = [JSON], protocol.error_body(BUG)
         finally:
             held.resize(0)
         if self._site.dispatcher.draining or record.status == 413:

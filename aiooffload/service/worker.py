@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from typing import Final
 import uvicorn
 
 from aiooffload.log import log
+from aiooffload.service.collector import settle_collector
 from aiooffload.service.config import Config
 from aiooffload.service.connections import Limits, limited
 from aiooffload.service.dispatch import Dispatcher
@@ -188,7 +188,7 @@ async def serve(config: Config, app: str) -> int:
             await worker.stop(0.0)
             return 1
         if not stopping.is_set():
-            gc.freeze()  # what is there now stays: no need to look at it again with every few requests
+            settle_collector()
             devices = [process.device["label"] for process in worker.supervisor.ready]
             log.info("serving", url=f"http://{config.host}:{worker.port}", app=app, devices=devices)
         await stopped

@@ -9,7 +9,7 @@ Connections send small requests (16 float32 in JSON) one after another, from a p
   batched   the same, requests joined
 
 CPU is that of the server's processes for each request, which says more than the rate does where other
-programs use the machine. Then the device process is killed, again and again, and the time taken until
+programs use the machine. Then device processes are killed, one of each worker, and the time taken until
 another serves; and the worker is stopped under load.
 """
 
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 say(f"round {number + 1} of {effort.rounds}: {way}")
                 samples[way].append(loaded(servers[server], path, options.connections, effort.seconds))
         device = worker.device
-        replaced = [worker.replace() for _ in range(effort.kills)]
+    replaced = [replaced_once(options.device) for _ in range(effort.kills)]
     stops = [stopped_under_load(options) for _ in range(effort.stops)]
     rows = {way: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for way, runs in samples.items()}
     ratios = {
@@ -101,6 +101,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "stops": stops,
         "load_average": os.getloadavg()[0],
     }
+
+
+def replaced_once(device: str) -> float:
+    """Kill the device process of a new worker: one that dies again and again is started after growing pauses."""
+    with Worker(device) as worker:
+        return worker.replace()
 
 
 def show(figures: dict[str, Any], out: TextIO) -> None:

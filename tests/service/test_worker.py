@@ -15,8 +15,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
-from tests.service.support import ROOT, Response, Served, ask, infer, output, running, served, until
+from aiooffload.service import protocol
+from aiooffload.service.config import Config
+from aiooffload.service.worker import Worker
+from tests.service.support import ROOT, SAMPLE, Response, Served, ask, infer, output, running, served, until
+
+# -- the beginning -------------------------------------------------------------------------------
+
+
+async def test_before_there_is_a_device_process() -> None:
+    """It listens at once; until something can serve, a request is told when to try again."""
+    worker = Worker(Config(device="host", port=0, log_level="error"), SAMPLE)
+    await worker.start()
+    try:
+        for response in (
+            await infer(worker.port, "double", [1.0]),
+            await ask(worker.port, "GET /v2/models/double"),
+            await ask(worker.port, "GET /v2/models/double/ready"),
+        ):
+            assert (response.status, response.headers["retry-after"]) == (503, "1")
+        await worker.ready()
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+    finally:
+        await worker.stop(0.0)
+
+
+async def test_mistake_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that nobody expected is a 500 in the protocol's shape, in the log, and the end of one request."""
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    async with running() as worker:
+        with monkeypatch.context() as failing, structlog.testing.capture_logs() as lines:
+            failing.setattr(protocol, "parse_request", fail)
+            response = await infer(worker.port, "double", [1.0])
+        assert (response.status, response.json) == (500, {"error": "the server failed; its log says how"})
+        assert [type(line.get("exc_info")) for line in lines if line["log_level"] == "error"] == [ZeroDivisionError]
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+
 
 # -- faults --------------------------------------------------------------------------------------
 
