@@ -36,6 +36,7 @@ import aiooffload as ao
 from tests.conftest import eager_loop
 from tests.kernels import *
 from tests.reverse_kernels import *
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 """
 
 

@@ -4,7 +4,8 @@ For local variables and calls, for ``assert`` and for ``malloc`` in kernels, onc
 with an allocation waits for everything on the device: 980 ms behind a kernel of 1 s (H200, driver 580), and for ever if
 that one waits for the loop, or is an armed wait whose end the launch itself would have been. So all of it is allocated
 when a device is opened, and more of it when a kernel is loaded; both are maintenance, while nothing runs. Launches then
-take 10 us. It takes 5 ms and, on an H200, 160 MB.
+take 10 us. It takes 5 ms and, on an H200, 570 MB of 150 GB: 416 for local variables, which grow with the threads that
+fit on the device, 96 for ``assert`` and 61 for ``malloc``.
 """
 
 from __future__ import annotations
