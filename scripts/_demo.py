@@ -81,6 +81,7 @@ then for many at once, and stops it with SIGTERM. Every answer is compared with 
 or the worker does not end well, 2 if it could not be done.
 """
 QUESTIONS = "black heart,arrow pointing left,smiling cat,musical note"
+CONNECTIONS = 32
 NEAREST = 3
 """Neighbours that are shown of each."""
 MPI_ENVIRONMENT = {
@@ -515,9 +516,12 @@ def serve_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, 
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True) as worker:
         try:
             assert worker.stderr is not None
-            serving = next((line for line in map(json.loads, worker.stderr) if line["event"] == "serving"), None)
+            serving, said = None, ""
+            while serving is None and (text := worker.stderr.readline()):
+                line = json.loads(text) if text.startswith("{") else {"event": "", "reason": text.strip()}
+                serving, said = line if line["event"] == "serving" else None, line.get("reason", said)
             if serving is None:
-                print(f"scripts/demo: the worker ended with {worker.wait()}", file=sys.stderr)
+                print(f"scripts/demo: the worker ended with {worker.wait()}: {said}", file=sys.stderr)
                 return 2, None
             print(f"{serving['app']} on {', '.join(serving['devices'])}: {serving['url']}", file=out, flush=True)
             reader = threading.Thread(target=worker.stderr.read)  # of a line for each request
@@ -537,10 +541,13 @@ def serve_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, 
 
 def ask_worker(options: argparse.Namespace, address: str, out: TextIO) -> dict[str, Any]:
     """Ask for each text, show the answers, then ask for many at once."""
+    import gevent.pool
     import numpy as np
     from tritonclient.http import InferenceServerClient, InferInput
 
     from aiooffload.examples.knn import characters, embed
+
+    gevent.get_hub().NOT_ERROR += (KeyboardInterrupt,)  # nothing to be printed by a greenlet
 
     known = list(characters())
     vectors = embed([unicodedata.name(one) for one in known])
@@ -562,7 +569,7 @@ def ask_worker(options: argparse.Namespace, address: str, out: TextIO) -> dict[s
             and names == answer.as_numpy("text")[0, :NEAREST].tolist()
         )
 
-    with InferenceServerClient(address, concurrency=32) as client:
+    with InferenceServerClient(address, concurrency=CONNECTIONS) as client:
         queries = embed(options.texts)
         answers = [client.infer("knn", inputs(query)) for query in queries]
         for text, answer in zip(options.texts, answers, strict=True):
@@ -572,8 +579,8 @@ def ask_worker(options: argparse.Namespace, address: str, out: TextIO) -> dict[s
         mismatches = sum(map(differs, queries, answers))
         chosen = vectors[np.random.default_rng(0).integers(0, len(vectors), options.requests)]
         before, start = calls_of(address), time.perf_counter()
-        pending = [client.async_infer("knn", inputs(query)) for query in chosen]
-        many = [one.get_result() for one in pending]
+        # Not async_infer, which sleeps for 10 ms in each call.
+        many = gevent.pool.Pool(CONNECTIONS).map(lambda query: client.infer("knn", inputs(query)), chosen)
         seconds = time.perf_counter() - start
         mismatches += sum(map(differs, chosen, many))
     print(file=out)
@@ -601,4 +608,5 @@ def write_json(target: str, data: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started has to end, too
     sys.exit(main())

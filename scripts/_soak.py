@@ -17,6 +17,7 @@ import asyncio
 import ctypes
 import gc
 import random
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -174,7 +175,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of what is chosen (default: another one each time, which is printed)")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), help="default: uvloop")
     parser.add_argument("--serve", action="store_true", help="soak a worker, and kill its device process")
-    parser.add_argument("--kill-every-s", type=float, metavar="SECONDS", help="with --serve (default: 20)")
+    parser.add_argument(
+        "--kill-every-s", type=float, metavar="SECONDS", help="with --serve (default: 20, or what makes three)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for standard output, alone")
     parser.add_argument("--no-setup", action="store_true", help="run in the Python at hand, installing nothing")
     options = parser.parse_args(argv)
@@ -185,7 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.serve and "," in options.device:
         parser.error("--serve is for one device")
     if options.kill_every_s is None:
-        options.kill_every_s = 20.0
+        options.kill_every_s = min(20.0, options.minutes * 60 / 4)
     elif not options.serve:
         parser.error("--kill-every-s is for --serve")
     if not options.kill_every_s > 0:
@@ -227,4 +230,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started has to end, too
     sys.exit(main())

@@ -232,7 +232,6 @@ async def resolve(ids: ao.In[np.int32], texts: ao.Out[np.uint8]) -> None:
     inputs={"query": (np.float32, (-1, DIMENSIONS)), "k": (np.int32, (-1, 1))},
     outputs={"id": (np.int32, (-1, MOST)), "score": (np.float32, (-1, MOST)), "text": (bytes, (-1, MOST))},
     max_batch_size=64,
-    batch_delay_us=200,
 )
 async def knn(off: ao.Offload, query: NDArray[np.float32], k: NDArray[np.int32]) -> dict[str, Any]:
     """Return the ``k`` characters, 16 at most, whose names are nearest to each query; id -1 in places beyond."""

@@ -228,7 +228,7 @@ class Worker(Server):
             if line.get("event") == event:
                 return line
             if line.get("level") == "error":
-                raise NotServing(f"the worker did not start: {text.strip()}")
+                raise NotServing(f"the worker did not start: {line.get('reason', text.strip())}")
         raise NotServing("the worker did not start")
 
     def __enter__(self) -> Worker:

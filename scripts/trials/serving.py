@@ -87,7 +87,8 @@ class Tally(Findings):
 
     @property
     def found(self) -> str:
-        return f"{self.wrong} wrong, {self.unanswered} unanswered, {self.leaks} leaks"
+        times = f"replaced in {max(self.replacement_s, default=0):.2f} s and answered in {self.slowest_s:.2f} s at most"
+        return f"{times}, {self.wrong} wrong, {self.unanswered} unanswered, {self.leaks} leaks"
 
     def figures(self) -> dict[str, Any]:
         figures, times = super().figures(), self.replacement_s
