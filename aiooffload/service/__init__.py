@@ -24,6 +24,7 @@ alone, and the front answers what was in flight there with 503 and starts anothe
 ``config``      flags, environment and file
 ``worker``      all of the front together, from start to exit
 ``cli``         the commands
+``once``        one request without a server
 ``doctor``      what the machine has, what it lacks, and what to do about it
 ``versions``    of packages
 ``collector``   how often the garbage collector looks, and at what

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
+import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import orjson
 import uvloop
 
 from aiooffload.errors import OffloadError, UsageError
 from aiooffload.service import config as settings
 from aiooffload.service import doctor as examination
-from aiooffload.service.app import App, Endpoint, RequestError
-from aiooffload.service.device import ServedOffload, load_app
-from aiooffload.service.logs import bridge_logging, configure_logs
-from aiooffload.service.protocol import ProtocolError, Tensor, encode_response, parse_request
-from aiooffload.service.tensors import data_of
 from aiooffload.service.versions import version_of
 
 __all__ = ["main"]
@@ -32,7 +28,9 @@ def serve(options: argparse.Namespace) -> int:
 
     SIGTERM and SIGINT let requests finish for --grace-s seconds; the exit status is 0 if all did.
     """
-    from aiooffload.service.worker import serve as serve_worker
+    with _extra():
+        from aiooffload.service.logs import bridge_logging, configure_logs
+        from aiooffload.service.worker import serve as serve_worker
 
     app = options.app or os.environ.get("AIOOFFLOAD_APP")
     if not app:
@@ -52,78 +50,19 @@ def run(options: argparse.Namespace) -> int:
 
     An input is NAME=JSON, such as x=[[1,2],[3,4]], or NAME=@FILE.npy.
     """
+    with _extra():
+        from aiooffload.service.once import answer
+
     sys.path.insert(0, os.getcwd())
-    app = load_app(options.app)
-    name = options.endpoint or next(iter(app.endpoints))
-    if name not in app.endpoints:
-        raise UsageError(f"{options.app} has no endpoint {name!r}: there are {', '.join(app.endpoints)}")
-    endpoint = app.endpoints[name]
-    body, json_nbytes = _request(endpoint, dict(_split(one) for one in options.inputs))
-    message = _run(_answer(app, endpoint, options.device, body, json_nbytes))
+    outputs = answer(options.app, options.endpoint, options.inputs, options.device)
     if options.json:
-        _print_json(message["outputs"])
+        _print_json(outputs)
     else:
-        for output in message["outputs"]:
+        for output in outputs:
             shape = "x".join(map(str, output["shape"])) or "scalar"
-            print(f"{output['name']} ({output['datatype']}, {shape}): {orjson.dumps(output['data']).decode()}")
+            data = json.dumps(output["data"], ensure_ascii=False, separators=(",", ":"))
+            print(f"{output['name']} ({output['datatype']}, {shape}): {data}")
     return 0
-
-
-def _split(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"an input is NAME=JSON or NAME=@FILE.npy, not {text!r}")
-    return name, value
-
-
-def _request(endpoint: Endpoint, inputs: Mapping[str, str]) -> tuple[bytes, int]:
-    """Return the request that a client would send, so that it is checked as a client's is."""
-    specs = {spec.name: spec for spec in endpoint.declaration.inputs}
-    entries, parts = [], []
-    for name, text in inputs.items():
-        entry: dict[str, Any] = {"name": name}
-        if name in specs:
-            entry["datatype"] = specs[name].datatype.name
-        if text.startswith("@"):
-            try:
-                array = np.load(text[1:], allow_pickle=False)
-            except (OSError, ValueError) as error:
-                raise UsageError(f"input {name!r}: {text[1:]} cannot be read: {error}") from None
-            if name in specs and array.dtype != specs[name].datatype.dtype:
-                raise UsageError(f"input {name!r} is {specs[name].datatype.name}, the file has {array.dtype}")
-            data = bytes(data_of(specs[name].datatype, array)) if name in specs else b""
-            parts.append(data)
-            entry |= {"shape": array.shape, "parameters": {"binary_data_size": len(data)}}
-        else:
-            try:
-                value = orjson.loads(text)
-            except orjson.JSONDecodeError as error:
-                raise UsageError(f"input {name!r} is not JSON: {error}") from None
-            entry |= {"shape": _shape_of(value), "data": value if isinstance(value, list) else [value]}
-        entries.append(entry)
-    head = orjson.dumps({"inputs": entries})
-    return b"".join((head, *parts)), len(head)
-
-
-def _shape_of(value: Any) -> list[int]:
-    shape = []
-    while isinstance(value, list):
-        shape.append(len(value))
-        value = value[0] if value else None
-    return shape
-
-
-async def _answer(app: App, endpoint: Endpoint, device: str, body: bytes, json_nbytes: int) -> Any:
-    request = parse_request(endpoint.declaration, body, json_nbytes)
-    async with ServedOffload(device) as off:
-        await app.start(off)
-        shapes, data = await endpoint.call_with_data(
-            off, [tensor.shape for tensor in request.inputs], [tensor.data for tensor in request.inputs]
-        )
-        await app.stop(off)
-    outputs = [Tensor(shape, bytes(content)) for shape, content in zip(shapes, data, strict=True)]
-    text, _ = encode_response(endpoint.declaration, request, outputs)
-    return orjson.loads(text)
 
 
 def devices(options: argparse.Namespace) -> int:
@@ -154,13 +93,25 @@ def version(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _extra() -> Iterator[None]:
+    """Import what only serving needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("aiooffload"):
+            raise
+        raise UsageError(f"{error.name} is not installed: pip install 'aiooffload[serve]'") from None
+
+
 def _run(coroutine: Any) -> Any:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(coroutine)
 
 
 def _print_json(value: object) -> None:
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode())
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
+    print()
 
 
 def _show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
@@ -188,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
         one = commands.add_parser(
             function.__name__,
             help=help,
-            description=function.__doc__,
+            description=inspect.getdoc(function),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )
@@ -230,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"aiooffload {options.command}: {error}", file=sys.stderr)
         return 2
-    except (OffloadError, ProtocolError, RequestError) as error:
+    except OffloadError as error:
         print(f"aiooffload {options.command}: {error}", file=sys.stderr)
         return 1
     return status

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from aiooffload.errors import UsageError
-from aiooffload.service.logs import FORMATS, LEVELS
 
 __all__ = ["PREFIX", "Config", "add_flags", "load", "table"]
 
+_FORMATS: Final = ("json", "console")
+_LEVELS: Final = ("debug", "info", "warning", "error")
 PREFIX: Final = "AIOOFFLOAD_"
 _OTHERS: Final = frozenset(("AIOOFFLOAD_CACHE_DIR", "AIOOFFLOAD_CONFIG", "AIOOFFLOAD_APP"))
 """Variables with the prefix that are no settings."""
@@ -51,8 +52,8 @@ class Config:
     )
     start_timeout_s: float = _setting(120.0, "seconds in which a device process has to be ready", 0)
     grace_s: float = _setting(30.0, "seconds in which requests may finish after SIGTERM", 0)
-    log_format: str = _setting("json", "json, or console for people", choices=FORMATS)
-    log_level: str = _setting("info", "least severe lines that are written; info has one per request", choices=LEVELS)
+    log_format: str = _setting("json", "json, or console for people", choices=_FORMATS)
+    log_level: str = _setting("info", "least severe lines that are written; info has one per request", choices=_LEVELS)
 
     @property
     def devices(self) -> list[str]:

@@ -13,10 +13,7 @@ from typing import Any, Final, TextIO
 import orjson
 import structlog
 
-__all__ = ["FORMATS", "LEVELS", "LineWriter", "bridge_logging", "configure_logs", "log_request"]
-
-FORMATS: Final = ("json", "console")
-LEVELS: Final = ("debug", "info", "warning", "error")
+__all__ = ["LineWriter", "bridge_logging", "configure_logs", "log_request"]
 
 
 class LineWriter:

@@ -119,11 +119,20 @@ def test_help_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"AIOOFFLOAD_{name.upper()}" in text for name in Config.__dataclass_fields__)
 
 
-def test_without_the_extra() -> None:
-    """Without what the extra installs, the command names the extra."""
-    code = "import sys; sys.modules['orjson'] = None\nfrom aiooffload.__main__ import main\nsys.exit(main())"
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["version"], 0), (["devices"], 0), (["serve", "x:y"], 2), (["run", "x:y"], 2), (["serve", "--help"], 0)],
+)
+def test_without_the_extra(arguments: list[str], status: int) -> None:
+    """Without what the extra installs, the commands that need it name it, and the others work."""
+    missing = ("orjson", "ml_dtypes", "starlette", "uvicorn", "prometheus_client", "httptools", "aiosqlite")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing}))\nfrom aiooffload.__main__ import main\n"
     done = subprocess.run(
-        [sys.executable, "-c", code, "version"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code + "sys.exit(main())", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 2
-    assert "pip install 'aiooffload[serve]'" in done.stderr
+    assert done.returncode == status, done.stderr
+    assert ("pip install 'aiooffload[serve]'" in done.stderr) == (status == 2)
