@@ -130,8 +130,8 @@ def _show(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return what a command line asks for."""
     top = argparse.ArgumentParser(prog="aiooffload", description="Await CUDA kernels, and serve programs that do.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -162,7 +162,12 @@ def parser() -> argparse.ArgumentParser:
     _add_device(one)
     _add_json(one)
     _add_json(add(version, "print versions"))
-    return top
+    options, rest = top.parse_known_args(arguments)
+    if options.command == "run" and not any(one.startswith("-") for one in rest):
+        options.inputs += rest  # argparse takes none of them behind a flag
+    elif rest:
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def _add_device(one: argparse.ArgumentParser) -> None:
@@ -175,7 +180,7 @@ def _add_json(one: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         status: int = options.run(options)
     except UsageError as error:

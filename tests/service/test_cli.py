@@ -29,6 +29,21 @@ def test_run_answers_one_request() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("y (FP32, 2): [2.0,5.0]\n", "", 0)
 
 
+def test_flags_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag may be between the program and its inputs, or behind them; a mistake shows the usage of the command."""
+    for arguments in (
+        [SAMPLE, "--endpoint", "double", "x=[1]", "--device", "host"],
+        [SAMPLE, "x=[1]", "--device=host", "--endpoint=double"],
+        ["--device", "host", SAMPLE, "--endpoint", "double", "x=[1]"],
+    ):
+        assert main(["run", *arguments]) == 0
+        assert capsys.readouterr().out == "y (FP32, 1): [2.0]\n"
+    with pytest.raises(SystemExit) as caught:
+        main(["run", SAMPLE, "--no-such-flag", "x=[1]"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: aiooffload run ")
+
+
 def test_run_in_this_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """An input may be JSON or a file; what a client would be told of a mistake is told here."""
     np.save(tmp_path / "x.npy", np.array([3.0], np.float32))
