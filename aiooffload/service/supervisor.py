@@ -363,9 +363,10 @@ class Slot:
             self._note_fault(process, f"it could not start: {error}")
             return
         self.start_failures = 0
+        self.device = process.device["label"]  # "auto" is decided once: what replaces a GPU is no CPU
         log.info(
             "device process is ready",
-            device=process.device["label"],
+            device=self.device,
             name=process.device["name"],
             pid=process.pid,
             generation=self.generation,

@@ -42,6 +42,16 @@ async def test_before_there_is_a_device_process() -> None:
         await worker.stop(0.0)
 
 
+async def test_auto_is_decided_once() -> None:
+    """From the first device process on the device has its name, in metrics and logs, and for the next process."""
+    async with running(device="auto") as worker:
+        (slot,), (process,) = worker.supervisor.slots, worker.supervisor.ready
+        assert slot.device == process.device["label"] != "auto"
+        metrics = (await ask(worker.port, "GET /metrics")).body.decode()
+        assert f'aiooffload_device_up{{device="{slot.device}"}} 1.0' in metrics
+        assert "auto" not in metrics
+
+
 async def test_mistake_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that nobody expected is a 500 in the protocol's shape, in the log, and the end of one request."""
 
