@@ -47,7 +47,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        idle, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # uvicorn would cancel it
         super().data_received(data)
+        answered = self.cycle is not None and self.cycle.response_complete
+        if answered and self._deadline is None and self.timeout_keep_alive_task is None:
+            # No request has begun by it: line ends between two, or the end of one that was answered before it was read.
+            self.timeout_keep_alive_task = idle or self._call_when_idle()
+        elif idle is not None:
+            idle.cancel()
         self._head_nbytes = self._head_nbytes + len(data) if self._in_head else 0
         if self._head_nbytes > MAX_HEAD_NBYTES:
             self._refuse(b"431 Request Header Fields Too Large", "the headers are too large")
@@ -71,6 +78,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing() and self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
+
+    def _call_when_idle(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(self.limits.receive_timeout_s, self._too_slow)

@@ -108,6 +108,28 @@ async def test_idle_connection_is_closed() -> None:
         assert (await rest(await connect(port, GET + b"\r\n"))).status == 200
 
 
+class Hasty(Site):
+    """It answers before it has read anything."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def test_idle_connection_is_closed_whatever_came_after_its_request() -> None:
+    """Line ends are no request, nor is the end of a body whose request was answered already: the time goes on."""
+    async with server_of(Site(), keep_alive_s=0.05) as port:
+        reader, writer = await connect(port, GET + b"\r\n")
+        await reader.readuntil(b"\0\0")
+        writer.write(b"\r\n")
+        assert (await rest((reader, writer))).status == 0
+    async with server_of(Hasty(), keep_alive_s=0.05) as port:
+        reader, writer = await connect(port, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"body")
+        assert (await rest((reader, writer))).status == 0
+
+
 async def test_client_that_does_not_take_its_response() -> None:
     """A response that nobody reads does not stay for ever."""
     async with server_of(Site(1 << 26), keep_alive_s=0.05) as port:
