@@ -79,6 +79,20 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._cut_off_in_time()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._cut_off_in_time()
+
+    def _cut_off_in_time(self) -> None:
+        """Give a client no longer to take its last response than an idle one has: closing alone waits for ever."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
     def _call_when_idle(self) -> asyncio.TimerHandle:
         return self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
@@ -104,6 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.transport.write(head % (status, len(body)) + body)
             self.transport.close()
+            self._cut_off_in_time()
 
 
 def limited(limits: Limits) -> type[LimitedProtocol]:

@@ -130,12 +130,21 @@ async def test_idle_connection_is_closed_whatever_came_after_its_request() -> No
         assert (await rest((reader, writer))).status == 0
 
 
-async def test_client_that_does_not_take_its_response() -> None:
-    """A response that nobody reads does not stay for ever."""
-    async with server_of(Site(1 << 26), keep_alive_s=0.05) as port:
-        reader, writer = await connect(port, GET + b"\r\n", limit=1)
+@pytest.mark.parametrize(
+    ("more", "then"),
+    [(b"", b""), (b"connection: close\r\n", b""), (b"", b"GET / HT"), (b"", b"\0\0\r\n")],
+    ids=["kept", "closed", "half a head", "nonsense"],
+)
+async def test_client_that_does_not_take_its_response(more: bytes, then: bytes) -> None:
+    """A response that nobody reads does not stay for ever, also where the server has closed the connection."""
+    async with server_of(Site(1 << 26), keep_alive_s=0.05, receive_timeout_s=0.05) as port:
+        reader, writer = await connect(port, GET + more + b"\r\n", limit=1)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         ended = asyncio.Event()
+        if then:
+            await asyncio.sleep(0.02)
+            writer.write(then)
+            await asyncio.sleep(0.2)
         for _ in range(500):
             if writer.transport.is_closing() or ended.is_set():
                 break
