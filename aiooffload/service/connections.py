@@ -106,8 +106,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if self.cycle is None or self.cycle.response_complete:
+        if self._in_head and (self.cycle is None or self.cycle.response_complete):
             self._refuse(b"408 Request Timeout", "the request did not come in time")
+        elif self.cycle.response_complete:  # answered before it was read: it gets no second response
+            self.transport.close()
+            self._cut_off_in_time()
         else:
             self.transport.abort()  # the application sees that the client is gone
 

@@ -130,6 +130,14 @@ async def test_idle_connection_is_closed_whatever_came_after_its_request() -> No
         assert (await rest((reader, writer))).status == 0
 
 
+async def test_body_that_never_ends_of_a_request_that_was_answered() -> None:
+    """It is cut off without a second response, which would be taken for that of another request."""
+    async with server_of(Hasty(), receive_timeout_s=0.05) as port:
+        reader, writer = await connect(port, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nbody")
+        assert (await asyncio.wait_for(reader.read(), 10)).count(b"HTTP/1.1") == 1
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("more", "then"),
     [(b"", b""), (b"connection: close\r\n", b""), (b"", b"GET / HT"), (b"", b"\0\0\r\n")],
