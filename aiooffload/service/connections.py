@@ -13,7 +13,8 @@ from aiooffload.service.protocol import error_body
 __all__ = ["MAX_HEAD_NBYTES", "Limits", "limited"]
 
 MAX_HEAD_NBYTES: Final = 64 << 10
-"""Bytes of a request's line and headers. One that comes in a single piece may have more, as much as a read gives."""
+"""Bytes of a request's line and headers, and of what follows without being its body: trailers, and what chunks say of
+themselves. What comes in a single piece may have more, as much as a read gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _in_head = True
     _head_nbytes = 0
+    _went_on = False  # a head or a body ended, or there was some of a body, in the data that is looked at
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -48,6 +50,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         idle, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # uvicorn would cancel it
+        self._went_on = False
         super().data_received(data)
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._deadline is None and self.timeout_keep_alive_task is None:
@@ -55,9 +58,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = idle or self._call_when_idle()
         elif idle is not None:
             idle.cancel()
-        self._head_nbytes = self._head_nbytes + len(data) if self._in_head else 0
+        self._head_nbytes = 0 if self._went_on else self._head_nbytes + len(data)
         if self._head_nbytes > MAX_HEAD_NBYTES:
-            self._refuse(b"431 Request Header Fields Too Large", "the headers are too large")
+            if self._in_head:
+                self._refuse(b"431 Request Header Fields Too Large", "the headers are too large")
+            else:
+                self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -65,11 +71,21 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is None:
             self._arm()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers are no headers: whoever stands before this server has not looked at them
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._went_on = True
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._went_on = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._went_on = True
         self._disarm()
         super().on_message_complete()
 

@@ -181,6 +181,54 @@ async def test_head_that_is_too_large() -> None:
             assert (await rest((reader, writer))).status in (431, 0)
 
 
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "junk", [b"a: b\r\n" * 200_000, b"a: " + b"b" * 1_200_000], ids=["many trailers", "a long trailer"]
+)
+async def test_trailers_that_are_too_large(junk: bytes) -> None:
+    """What comes behind a body has the limit of headers, and the application hears of the end."""
+    site, began = Site(), asyncio.get_running_loop().time()
+    async with server_of(site) as port:
+        reader, writer = await connect(port, CHUNKED + b"1\r\nx\r\n0\r\n")
+        for at in range(0, len(junk), MAX_HEAD_NBYTES // 4):
+            writer.write(junk[at : at + MAX_HEAD_NBYTES // 4])
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+        assert (await rest((reader, writer))).status == 0
+        assert await site.ends.get() == "http.disconnect"
+        assert asyncio.get_running_loop().time() - began < 4  # it was not the time limit
+
+
+async def test_trailers_are_no_headers() -> None:
+    """What a client says behind a body does not pass for what it said before it."""
+    seen: list[list[bytes]] = []
+
+    async def site(scope: Any, receive: Any, send: Any) -> None:
+        seen.append([name for name, _ in scope["headers"]])
+        await Site()(scope, receive, send)
+
+    async with server_of(site) as port:  # type: ignore[arg-type]
+        text = CHUNKED.replace(b"host: x", b"host: x\r\nconnection: close") + b"0\r\nauthorization: Bearer t\r\n\r\n"
+        assert (await rest(await connect(port, text))).status == 200
+        assert seen == [[b"host", b"connection", b"transfer-encoding"]]
+
+
+async def test_large_body_in_small_chunks() -> None:
+    """What a body costs beyond its bytes has no limit of its own."""
+    async with server_of(Site()) as port:
+        reader, writer = await connect(port, CHUNKED)
+        for _ in range(20):
+            writer.write(b"1\r\nx\r\n" * 2000)
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readuntil(b"\0\0")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
 async def test_too_many_connections() -> None:
     """Beyond the limit a connection is closed at once; when another has ended there is room again."""
     async with server_of(Site(), max_connections=2) as port:
