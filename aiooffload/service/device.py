@@ -41,6 +41,7 @@ EXIT_LOST: Final = 4
 _PR_SET_PDEATHSIG: Final = 1
 _FLUSH_S: Final = 2.0
 _CANCELLED: Final = {"kind": "error", "status": 499, "text": "cancelled"}
+_UNANSWERED: Final = {"kind": "error", "status": 500, "text": "the device process failed; its log says how"}
 
 _operations: ContextVar[list[Operation[Any]] | None] = ContextVar("aiooffload_operations", default=None)
 
@@ -256,8 +257,15 @@ class DeviceProcess:
     def _on_end(self, number: int, task: asyncio.Task[None]) -> None:
         """A call is over. One that was cancelled before its first step could not answer by itself."""
         self._tasks.pop(number, None)
-        if task.cancelled() and self._off.loss is None:
-            self._link.send(_CANCELLED | {"call": number, "handler_s": 0.0, "device_s": 0.0})
+        if task.cancelled():
+            answer = _CANCELLED
+        elif (error := task.exception()) is not None:  # not of the handler, but in answering: a mistake of ours
+            log.error("a call could not be answered", exc_info=error)
+            answer = _UNANSWERED
+        else:
+            return
+        if self._off.loss is None:
+            self._link.send(answer | {"call": number, "handler_s": 0.0, "device_s": 0.0})
 
     async def _call(self, number: int, message: dict[str, Any], data: memoryview) -> None:
         """Answer one call with exactly one result or error, unless the device is lost."""
@@ -294,15 +302,19 @@ class DeviceProcess:
         """Return what a client may know of a handler's exception; the log has the rest."""
         name = endpoint.declaration.name
         if isinstance(error, RequestError):
-            return {"kind": "error", "status": 400, "text": str(error)}
+            return {"kind": "error", "status": 400, "text": _text(error)}
         if isinstance(error, OutOfMemoryError | WouldBlock):
-            return {"kind": "error", "status": 503, "text": f"model {name!r} has no room on the device now: {error}"}
+            return {
+                "kind": "error",
+                "status": 503,
+                "text": f"model {name!r} has no room on the device now: {_text(error)}",
+            }
         if isinstance(error, OffloadTimeout):
-            return {"kind": "error", "status": 504, "text": f"model {name!r} ran out of time: {error}"}
+            return {"kind": "error", "status": 504, "text": f"model {name!r} ran out of time: {_text(error)}"}
         if not isinstance(error, DeviceLostError):
             log.error("a handler failed", endpoint=name, exc_info=error)
         kind = type(error).__name__
-        text = f"{kind}: {error}" if isinstance(error, OffloadError) else kind
+        text = f"{kind}: {_text(error)}" if isinstance(error, OffloadError) else kind
         return {"kind": "error", "status": 500, "text": f"model {name!r} failed: {text}"}
 
     def _follow(self, number: int, operations: list[Operation[Any]]) -> asyncio.Task[None]:
@@ -346,6 +358,11 @@ async def _first_of(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
+def _text(error: Exception) -> str:
+    """Return what an exception says, as UTF-8 can have it: the name of a file, for one, may not be."""
+    return str(error).encode(errors="backslashreplace").decode()
+
+
 def _device_s(operations: list[Operation[Any]]) -> float:
     """Return the seconds from the first submission of a call to its last completion."""
     done = [operation for operation in operations if operation.finished]
@@ -375,7 +392,7 @@ async def serve(connection: socket.socket) -> int:
                 await link.close()
                 os._exit(status)  # nothing of a lost device can be given back, and the driver may hang in trying
     except Exception as error:  # the front is told what any of the program's own code raised, too
-        link.send({"kind": "failed", "text": f"{type(error).__name__}: {error}"})
+        link.send({"kind": "failed", "text": f"{type(error).__name__}: {_text(error)}"})
         if not isinstance(error, OffloadError):
             log.error("the program cannot be started", app=configuration["app"], exc_info=error)
         status = EXIT_FAILED

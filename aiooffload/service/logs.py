@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -152,4 +153,7 @@ def log_request(fields: dict[str, Any]) -> None:
 
 
 def _to_json(event: Any, **_: Any) -> str:
-    return orjson.dumps(event, default=str).decode()
+    try:
+        return orjson.dumps(event, default=str).decode()
+    except TypeError:  # a text that is no UTF-8, such as a file's name in an exception
+        return json.dumps(event, default=str)

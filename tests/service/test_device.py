@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import aiooffload as ao
+from aiooffload.service.app import RequestError
 from aiooffload.service.device import DeviceProcess, Link, ServedOffload, load_app
+from aiooffload.service.frames import encode
 from tests.service import sample_app
 
 
@@ -164,6 +168,42 @@ async def test_call_that_is_cancelled_before_it_began() -> None:
         assert (await front.heard("error", call=1))["status"] == 499
         front.call(2, "open_gate")
         assert (await front.heard("result", call=2))["data"] == [bytes(4)]  # nobody was ever inside
+
+
+class Unspeakable(Exception):
+    """It cannot even be shown."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (FileNotFoundError(2, "no such file", os.fsdecode(b"x\xff")), 500, "model 'raise' failed: FileNotFoundError"),
+        (RequestError(os.fsdecode(b"x\xff")), 400, r"x\udcff"),
+        (Unspeakable(), 500, "model 'raise' failed: Unspeakable"),
+        (type("Both", (RequestError, Unspeakable), {"__str__": Unspeakable.__str__})(), 500, "its log says how"),
+    ],
+    ids=["name of a file", "text", "none", "none for the client"],
+)
+async def test_exception_whose_text_is_none(
+    error: Exception, status: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is answered whatever its exception says."""
+    monkeypatch.setattr("aiooffload.service.device.log", Mock())
+    app = ao.App()
+
+    @app.endpoint("raise", inputs=sample_app.NUMBER, outputs=sample_app.COUNT)
+    async def handler(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        raise error
+
+    async with device_of(app) as (front, _):
+        front.call(1, "raise")
+        answer = await front.heard("error", call=1)
+        assert answer["status"] == status
+        assert text in answer["text"]
+        encode({"text": answer["text"]})
 
 
 async def test_progress_of_a_kernel() -> None:

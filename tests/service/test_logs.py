@@ -41,6 +41,15 @@ def test_json_lines() -> None:
     assert "ValueError: inside" in second["exception"]
 
 
+def test_text_that_is_no_utf8() -> None:
+    """A line is written, as JSON, whatever it says: the name of a file, for one, may be no text."""
+    file = io.StringIO()
+    writer = configure_logs("json", "info", file)
+    structlog.get_logger("aiooffload").error("bad", path=os.fsdecode(b"x\xff"))
+    writer.close()
+    assert json.loads(file.getvalue())["path"] == os.fsdecode(b"x\xff")
+
+
 def test_console_lines() -> None:
     """For people a line is text, without colours where there is no terminal."""
     file = io.StringIO()
