@@ -277,8 +277,10 @@ class DeviceProcess:
         answer: tuple[dict[str, Any], Sequence[Data]]
         try:
             answer = await self._result(endpoint, message, data)
-        except asyncio.CancelledError:
-            answer = dict(_CANCELLED), ()
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            asked = task is not None and task.cancelling()  # if not, the handler met the end of something else
+            answer = dict(_CANCELLED) if asked else self._failure(endpoint, error), ()
         except Exception as error:  # whatever a handler raises is this call's end, not the process's
             answer = self._failure(endpoint, error), ()
         for operation in operations:
@@ -298,7 +300,7 @@ class DeviceProcess:
         shapes, outputs = await endpoint.call_with_data(self._off, message["shapes"], frames.cut(message, data))
         return {"kind": "result", "shapes": shapes}, outputs
 
-    def _failure(self, endpoint: Endpoint, error: Exception) -> dict[str, Any]:
+    def _failure(self, endpoint: Endpoint, error: Exception | asyncio.CancelledError) -> dict[str, Any]:
         """Return what a client may know of a handler's exception; the log has the rest."""
         name = endpoint.declaration.name
         if isinstance(error, RequestError):

@@ -206,6 +206,21 @@ async def test_exception_whose_text_is_none(
         encode({"text": answer["text"]})
 
 
+async def test_handler_that_cancels_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CancelledError that nobody asked for, as of an operation that something else cancelled, is a failure."""
+    monkeypatch.setattr("aiooffload.service.device.log", Mock())
+    app = ao.App()
+
+    @app.endpoint("cancelled", inputs=sample_app.NUMBER, outputs=sample_app.COUNT)
+    async def handler(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        raise asyncio.CancelledError
+
+    async with device_of(app) as (front, _):
+        front.call(1, "cancelled")
+        answer = await front.heard("error", call=1)
+        assert (answer["status"], answer["text"]) == (500, "model 'cancelled' failed: CancelledError")
+
+
 async def test_progress_of_a_kernel() -> None:
     """A call that asks for it hears what its kernel says."""
     async with device_of() as (front, _):
