@@ -47,6 +47,9 @@ MAX_NAME: Final = 256
 """Characters of a request's id."""
 MAX_TIMEOUT_US: Final = 86_400_000_000
 MAX_REQUESTED: Final = 256
+MAX_EMPTY: Final = 1 << 39
+"""The product of an empty tensor's dimensions other than 0. NumPy counts those in a signed integer of bytes, also when
+as many rows as a call may have, 2**20, were joined."""
 _NATIVE: Final = orjson.OPT_SERIALIZE_NUMPY
 _WBITS: Final = {"gzip": 31, "deflate": 15}
 
@@ -211,6 +214,8 @@ def _parse_shape(spec: Spec, entry: Mapping[str, Any]) -> tuple[int, ...]:
             raise ProtocolError(f"the shape of input {spec.name!r} is a list of up to {MAX_RANK} integers from 0")
     if not spec.admits(shape):
         raise ProtocolError(f"input {spec.name!r} has shape {shape}, and is {list(spec.shape)}")
+    if 0 in shape and math.prod(filter(None, shape)) > MAX_EMPTY:  # others are held to their data
+        raise ProtocolError(f"the shape {shape} of input {spec.name!r} is too large, though it is empty")
     return tuple(shape)
 
 

@@ -238,6 +238,22 @@ def test_request_that_is_wrong(wrong: dict[str, Any], text: str) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("shape", [[1 << 63, 0], [1 << 40, 0], [0, (1 << 64) - 1], [1 << 20, 0, 1 << 20]])
+def test_empty_tensors_of_great_shapes(shape: list[int]) -> None:
+    """A dimension of 0 excuses no others: NumPy would not take them."""
+    body, _ = body_of({"inputs": [{"name": "x", "datatype": "FP64", "shape": shape, "data": []}]})
+    with pytest.raises(ProtocolError, match="too large"):
+        parse_request(declaration("FP64", (-1,) * len(shape)), body, None)
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_empty_tensors(datatype: str) -> None:
+    """What is taken can be an array, also when many are joined."""
+    body, _ = body_of({"inputs": [{"name": "x", "datatype": datatype, "shape": [1, 1 << 39, 0], "data": []}]})
+    [tensor] = parse_request(declaration(datatype, (-1, -1, -1), batch=1 << 20), body, None).inputs
+    assert array_of(DATATYPES[datatype], (1 << 20, *tensor.shape[1:]), tensor.data).size == 0
+
+
 def test_input_twice() -> None:
     """An input is given once."""
     two = Declaration("m", tuple(Spec(name, DATATYPES["INT8"], (1,)) for name in "ab"), (), 0, 0)
