@@ -107,8 +107,17 @@ class DeviceProcess(asyncio.Protocol):
         Raises
         ------
         StartFailed
-            It was to end before it was there, and is gone.
+            It was to end before it was there, and is gone; or the system has no room for it now.
         """
+        try:
+            await self._spawn()
+        except OSError as error:
+            self._end(f"it could not be spawned: {error}")
+        if self.gone.is_set():
+            await self.kill()
+            raise StartFailed(self.fault)
+
+    async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         try:
             ours.setblocking(False)
@@ -124,9 +133,6 @@ class DeviceProcess(asyncio.Protocol):
             raise
         finally:
             theirs.close()
-        if self.gone.is_set():
-            await self.kill()
-            raise StartFailed(self.fault)
 
     async def start(self) -> None:
         """Let it serve, and wait until it does; it is spawned if it was not yet.

@@ -208,6 +208,33 @@ async def test_program_that_cannot_start() -> None:
     await asyncio.gather(*rig._tasks)
 
 
+async def test_system_without_room_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that cannot be spawned is a start that failed; a spare that cannot be is done without."""
+    spawn, room = asyncio.create_subprocess_exec, [False]
+
+    async def spawn_if_there_is_room(*arguments: Any, **options: Any) -> Any:
+        if not room.pop():
+            room.append(False)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await spawn(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn_if_there_is_room)
+    monkeypatch.setattr(module, "backoff_s", lambda crashes: 0.01)
+    rig = Rig()
+    rig.supervisor.start()
+    with pytest.raises(StartFailed, match="temporarily unavailable"):
+        await rig.supervisor.first_ready()
+    await rig.until(rig.supervisor.why_dead)
+    for _ in range(2):
+        room.append(True)  # for one, and no spare
+        await rig.until(lambda: rig.supervisor.ready)
+        assert rig.supervisor.why_dead() == ""
+        assert number(await rig.ask("pid")) == rig.supervisor.ready[0].pid
+        await rig.ask("die")
+    await rig.supervisor.stop(5.0)
+    await asyncio.gather(*rig._tasks)
+
+
 async def test_device_that_does_not_exist() -> None:
     """A GPU that is not there is no reason to serve with something else."""
     with pytest.raises(StartFailed, match="cuda:77"):
