@@ -31,7 +31,9 @@ WATCH_AFTER_S: Final = 0.02
 """A request that takes longer is watched for its client going away; for shorter ones that is not worth its price."""
 COMPRESS_FROM_NBYTES: Final = 1024
 THREAD_FROM_NBYTES: Final = 256 << 10
-"""(De)compressing so much is left to a thread."""
+"""Work on so many bytes that takes longer than copying them is left to a thread."""
+INFLATION: Final = 1032
+"""How many bytes one of a compressed body can stand for."""
 COMMENT_S: Final = 15.0
 """A stream without news has a comment so often, for whoever closes silent connections."""
 SEND_S: Final = 30.0
@@ -241,7 +243,10 @@ class Infer:
         """Return headers and body of a response that is a success."""
         ticket = self._site.dispatcher.submit(declaration, request, self._timeout_s(asked, request))
         record.answer = answer = await self._wait(ticket, receive)
-        body, json_nbytes = protocol.encode_response(declaration, request, answer.outputs)
+        slow_nbytes = sum(len(answer.outputs[wanted.place].data) for wanted in request.outputs if not wanted.binary)
+        body, json_nbytes = await _maybe_in_thread(
+            slow_nbytes, protocol.encode_response, declaration, request, answer.outputs
+        )
         headers = [JSON]
         if json_nbytes is not None:
             headers = [
@@ -299,12 +304,19 @@ class Infer:
         held.resize(min(site.max_body_nbytes, int(length[:20]) if length.isdecimal() else site.max_body_nbytes))
         body = await read_body(asked, receive, site.max_body_nbytes)
         if encoding := header(asked, b"content-encoding"):
-            body = await _maybe_in_thread(len(body), protocol.decompress, body, encoding, site.max_body_nbytes)
+            most = site.max_body_nbytes
+            body = await _maybe_in_thread(len(body) * INFLATION, protocol.decompress, body, encoding, most)
         held.resize(len(body))
         json_nbytes = natural(asked, protocol.HEADER_LENGTH.encode(), len(body))
-        if (len(body) if json_nbytes is None else json_nbytes) > site.max_json_nbytes:
+        slow_nbytes = len(body) if json_nbytes is None else json_nbytes
+        if slow_nbytes > site.max_json_nbytes:
             raise ProtocolError(f"more than {site.max_json_nbytes} bytes of JSON: send tensors in binary form", 413)
-        return protocol.parse_request(declaration, body, json_nbytes)
+        if any(not spec.datatype.nbytes for spec in declaration.inputs):  # BYTES is looked at element by element
+            slow_nbytes = len(body)
+        request: InferRequest = await _maybe_in_thread(
+            slow_nbytes, protocol.parse_request, declaration, body, json_nbytes
+        )
+        return request
 
     def _timeout_s(self, asked: Headers, request: InferRequest) -> float | None:
         """Return the shortest of what the header, the request and the configuration ask for."""

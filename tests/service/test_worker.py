@@ -10,6 +10,8 @@ import select
 import signal
 import subprocess
 import sys
+import threading
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import structlog
 from aiooffload.service import protocol
 from aiooffload.service.config import Config
 from aiooffload.service.worker import Worker
-from tests.service.support import ROOT, SAMPLE, Response, Served, ask, infer, output, running, served, until
+from tests.service.support import ROOT, SAMPLE, Response, Served, ask, infer, infer_body, output, running, served, until
 
 # -- the beginning -------------------------------------------------------------------------------
 
@@ -118,6 +120,48 @@ async def test_kernel_over_the_hard_limit_costs_the_process() -> None:
         assert "wait_for_host" in response.error
         await worker.ready()
         assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+
+
+SLOW_ELEMENTS = 70_000
+SLOW_HEAD = (
+    b'{"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1, %d], "parameters": {"binary_data_size": %d}}]}'
+    % (SLOW_ELEMENTS, SLOW_ELEMENTS * 4)
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "model", "body", "headers"),
+    [
+        ("parse_request", "echo_FP32", infer_body("FP32", [1.5] * 70_000, [1, 70_000]), {}),
+        (
+            "parse_request",
+            "echo_BYTES",
+            SLOW_HEAD + bytes(SLOW_ELEMENTS * 4),
+            {"inference-header-content-length": len(SLOW_HEAD)},
+        ),
+        ("encode_response", "large", infer_body("INT32", [70_000]), {}),
+        ("decompress", "echo_FP32", zlib.compress(b" " * (8 << 20)), {"content-encoding": "deflate"}),
+    ],
+    ids=["JSON", "BYTES", "JSON of outputs", "compressed"],
+)
+async def test_large_requests_do_not_hold_up_the_front(
+    step: str, model: str, body: bytes, headers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes long in a client's request is not done on the loop: health is answered meanwhile."""
+    real, begun, go_on = getattr(protocol, step), threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(protocol, step, slow)
+    async with running() as worker:
+        asked = asyncio.create_task(ask(worker.port, f"POST /v2/models/{model}/infer", body, headers=headers))
+        await until(begun.is_set)
+        assert (await ask(worker.port, "GET /v2/health/live")).json == {"live": True}
+        go_on.set()
+        assert (await asked).status == (400 if step == "decompress" else 200)
 
 
 async def test_admission() -> None:
