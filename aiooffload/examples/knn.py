@@ -25,6 +25,8 @@ __all__ = ["DIMENSIONS", "MOST", "app", "characters", "embed", "nearest"]
 DIMENSIONS: Final = 256
 MOST: Final = 16
 """Neighbours that a request can have of each vector."""
+LARGEST: Final = np.float32(1e30)
+"""Magnitude of a query's elements: sums of their products are numbers."""
 TEXT_NBYTES: Final = 96
 """Of a text in device memory, zeros at its end included; a longer one is cut."""
 THREADS: Final = 256
@@ -175,8 +177,12 @@ class Index:
         self.vectors.close()
 
     async def search(self, off: ao.Offload, queries: NDArray[np.float32], wanted: NDArray[np.int32]) -> dict[str, Any]:
-        """Return ids, scores and texts of the neighbours of each query; -1, 0 and nothing in places beyond."""
+        """Return ids, scores and texts of the neighbours of each query; -1, 0 and nothing in places beyond.
+
+        A query with an element that is no number, or too large, has no neighbours: it may share a call with others.
+        """
         rows = len(queries)
+        wanted = np.where((np.abs(queries) <= LARGEST).all(axis=1, keepdims=True), wanted, np.int32(0))
         with (
             await off.put(queries) as device_queries,
             await off.put(wanted) as device_wanted,

@@ -103,6 +103,19 @@ async def test_handler(served: ao.Offload, names: list[str]) -> None:
     assert [names[i] for i in answer["id"][2]] == [text.decode()[2:] for text in answer["text"][2]]
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")
+async def test_query_that_is_no_vector(served: ao.Offload, odd: float) -> None:
+    """It finds nothing, and the queries of others in its call find what they do without it."""
+    query = embed(["snowman", "black heart", "snowman"])
+    query[1, ::2] = odd
+    answer = await knn(served, query, one_k(3, 2))
+    assert (answer["id"][1] == -1).all()
+    assert not answer["score"][1].any()
+    assert answer["text"][1].tolist() == [b""] * MOST
+    assert answer["text"][0, 0] == answer["text"][2, 0] == "☃ SNOWMAN".encode()
+
+
 async def test_failing_database_fails_the_request(served: ao.Offload, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the database raises is the cause of the handler's exception, and the next request is answered."""
 
