@@ -82,7 +82,7 @@ def test_other_variables_are_left_alone() -> None:
     assert loaded(environment=environment) == Config()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example", "127.example", "127.0.0.1.example"])
 def test_strangers_need_a_token(host: str) -> None:
     """Off loopback there is a token, or it is said that none is needed; the token is in no message."""
     with pytest.raises(ao.UsageError, match="set a token"):
