@@ -40,6 +40,8 @@ EXIT_FAILED: Final = 3
 EXIT_LOST: Final = 4
 _PR_SET_PDEATHSIG: Final = 1
 _FLUSH_S: Final = 2.0
+_LOG_S: Final = 0.5
+"""For the last lines of the log: what they say of the end is worth less than the next process."""
 _CANCELLED: Final = {"kind": "error", "status": 499, "text": "cancelled"}
 _UNANSWERED: Final = {"kind": "error", "status": 500, "text": "the device process failed; its log says how"}
 
@@ -382,7 +384,7 @@ async def serve(connection: socket.socket) -> int:
         return 0  # the front has gone already
     if (configuration := await link.first()) is None:
         return 0
-    configure_logs(configuration["log_format"], configuration["log_level"])
+    writer = configure_logs(configuration["log_format"], configuration["log_level"])
     bridge_logging()
     try:
         app = load_app(configuration["app"])
@@ -392,6 +394,7 @@ async def serve(connection: socket.socket) -> int:
             status = await DeviceProcess(link, app, off).run()
             if status == EXIT_LOST:
                 await link.close()
+                writer.close(_LOG_S)
                 os._exit(status)  # nothing of a lost device can be given back, and the driver may hang in trying
     except Exception as error:  # the front is told what any of the program's own code raised, too
         link.send({"kind": "failed", "text": f"{type(error).__name__}: {_text(error)}"})
@@ -399,6 +402,7 @@ async def serve(connection: socket.socket) -> int:
             log.error("the program cannot be started", app=configuration["app"], exc_info=error)
         status = EXIT_FAILED
     await link.close()
+    writer.close(_LOG_S)
     return status
 
 

@@ -289,6 +289,7 @@ def ends(pidfd: int) -> bool:
     ("arguments", "status", "text"),
     [
         (["tests.service.nothing:app"], 1, "there is no module"),
+        (["tests.service.broken_app:app"], 1, "broken_app.py"),  # where it failed
         (["--device", "cuda:77", "tests.service.sample_app:app"], 1, "cuda:77"),
         (["--host", "192.0.2.1", "--insecure", "tests.service.sample_app:app"], 2, "cannot listen"),
     ],
