@@ -421,7 +421,8 @@ def compress(body: bytes, accepted: str) -> tuple[bytes, str]:
     """Return the body in the first encoding of ``Accept-Encoding`` that is known, and its name; "" for none."""
     for offer in accepted.split(","):
         name, _, weight = offer.strip().lower().partition(";")
-        if (wbits := _WBITS.get(name.strip())) is not None and weight.replace(" ", "") not in ("q=0", "q=0.0"):
+        refused = weight.replace(" ", "").rstrip("0") in ("q=", "q=0.")
+        if (wbits := _WBITS.get(name.strip())) is not None and not refused:
             machine = zlib.compressobj(1, zlib.DEFLATED, wbits)
             return machine.compress(body) + machine.flush(), name.strip()
     return body, ""

@@ -422,7 +422,7 @@ def test_compression_round_trip(body: bytes, encoding: str) -> None:
     assert decompress(packed, name, 300) == body
 
 
-@pytest.mark.parametrize("accepted", ["", "br", "gzip;q=0", "gzip; q = 0"])
+@pytest.mark.parametrize("accepted", ["", "br", "gzip;q=0", "gzip; q = 0", "gzip;q=0.", "gzip;q=0.000"])
 def test_no_compression(accepted: str) -> None:
     """Without an encoding that both know, nothing is compressed."""
     assert compress(b"body", accepted) == (b"body", "")
