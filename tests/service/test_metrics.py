@@ -29,7 +29,8 @@ def metrics_of(*slots: Any) -> Metrics:
 
 
 def slot(up: bool = True) -> Any:
-    process = SimpleNamespace(stats=STATS, lag_s=0.25, calls={1: 1}) if up else None
+    device = {"label": "cuda:0", "name": "H200", "driver": "1.2"}
+    process = SimpleNamespace(stats=STATS, lag_s=0.25, calls={1: 1}, device=device) if up else None
     return SimpleNamespace(device="cuda:0", ready=process, faults=2, generation=3)
 
 
@@ -99,6 +100,21 @@ def test_devices() -> None:
     assert found[f"{late}_sum", "monitor", "cuda:0"] == 0.5
     buckets = [found[f"{late}_bucket", "monitor", "cuda:0", bound] for bound in ("0.001", "0.02", "+Inf")]
     assert buckets == [1, 4, 5]
+
+
+def test_device_in_use() -> None:
+    """What ``auto`` came to be is told."""
+    one = slot()
+    one.device = "auto"
+    found = [
+        sample
+        for family in text_string_to_metric_families(metrics_of(one).text().decode())
+        for sample in family.samples
+        if sample.name == "aiooffload_device_info"
+    ]
+    assert [sample.labels for sample in found] == [
+        {"device": "auto", "in_use": "cuda:0", "name": "H200", "driver": "1.2"}
+    ]
 
 
 def test_device_that_is_gone() -> None:
