@@ -187,7 +187,7 @@ class Dispatcher:
     max_queue
         How many requests may be in the worker, waiting or on a device.
     max_nbytes
-        How many bytes their bodies may have, those that are still being read included.
+        How many bytes their bodies may have, those that are still being read included, as far as they have come.
     concurrency
         How many calls of an endpoint without batching one device process has at a time.
 

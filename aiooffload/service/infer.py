@@ -80,8 +80,10 @@ class Site:
         return "the server is shutting down" if self.dispatcher.draining else self.supervisor.why_not_ready()
 
 
-async def read_body(headers: Headers, receive: Receive, most: int) -> bytes:
-    """Return the body of a request.
+async def read_body(
+    headers: Headers, receive: Receive, most: int, arrived: Callable[[int], None] | None = None
+) -> bytes:
+    """Return the body of a request; ``arrived`` is called with how many bytes of it are there, as they come.
 
     Raises
     ------
@@ -107,6 +109,8 @@ async def read_body(headers: Headers, receive: Receive, most: int) -> bytes:
         nbytes += len(part)
         if nbytes > most:
             raise ProtocolError(f"the body has more than {most} bytes", 413)
+        if arrived is not None:
+            arrived(nbytes)
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)
@@ -300,9 +304,8 @@ class Infer:
 
     async def _read(self, declaration: Declaration, asked: Headers, receive: Receive, held: _Held) -> InferRequest:
         site = self._site
-        length = header(asked, b"content-length")
-        held.resize(min(site.max_body_nbytes, int(length[:20]) if length.isdecimal() else site.max_body_nbytes))
-        body = await read_body(asked, receive, site.max_body_nbytes)
+        # What was only announced is not held: a few clients that send nothing would keep all others out.
+        body = await read_body(asked, receive, site.max_body_nbytes, held.resize)
         if encoding := header(asked, b"content-encoding"):
             most = site.max_body_nbytes
             body = await _maybe_in_thread(len(body) * INFLATION, protocol.decompress, body, encoding, most)

@@ -177,6 +177,25 @@ async def test_admission() -> None:
         assert [(await one).status for one in waiting] == [503, 503]
 
 
+async def test_bodies_that_do_not_come_keep_nobody_out() -> None:
+    """What clients announce takes no room; what they have sent does, until they go."""
+    head = b"POST /v2/models/double/infer HTTP/1.1\r\nhost: x\r\n"
+    async with running(max_queue_mib=1, max_body_mib=1) as worker:
+        slow = []
+        for size in (b"content-length: 1048576\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"):
+            _, writer = await asyncio.open_connection("127.0.0.1", worker.port)
+            writer.write(head + size)
+            slow.append(writer)
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+        slow[0].write(bytes(1_000_000))
+        await until(lambda: worker.dispatcher.held_nbytes >= 1_000_000)
+        refused = await ask(worker.port, head.decode().split(" HTTP")[0], bytes(100_000))
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        for writer in slow:
+            writer.close()
+        await until(lambda: not worker.dispatcher.held_nbytes)
+
+
 async def test_requests_are_joined() -> None:
     """Requests that wait share a call, each gets its own rows back, and shapes that differ are not mixed."""
     async with running() as worker:
