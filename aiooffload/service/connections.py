@@ -101,8 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._cut_off_in_time()
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response(msg)
-        self._cut_off_in_time()
+        self._refuse(b"400 Bad Request", "the request is not HTTP")
 
     def _cut_off_in_time(self) -> None:
         """Give a client no longer to take its last response than an idle one has: closing alone waits for ever."""
@@ -131,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()  # the application sees that the client is gone
 
     def _refuse(self, status: bytes, text: str) -> None:
-        """Answer a request of which there is no whole head, and close."""
+        """Answer a request that is none, or of which there is no whole head, and close."""
         if not self.transport.is_closing():
             body = error_body(text)
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"

@@ -86,6 +86,13 @@ async def test_request_in_time() -> None:
         assert (await rest((reader, writer))).status == 200
 
 
+async def test_what_is_no_http() -> None:
+    """It is refused in the protocol's shape, as everything is."""
+    async with server_of(Site()) as port:
+        response = await rest(await connect(port, b"GET\r\n\r\n"))
+        assert (response.status, response.error) == (400, "the request is not HTTP")
+
+
 @pytest.mark.parametrize("text", [b"", b"GET / HT", GET, GET + b"more: "])
 async def test_head_that_never_ends(text: bytes) -> None:
     """A client that does not get to the end of its headers is told so and cut off."""
