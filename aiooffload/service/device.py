@@ -294,7 +294,8 @@ class DeviceProcess:
             return
         head, outputs = answer
         head |= {"call": number, "handler_s": time.perf_counter() - began, "device_s": _device_s(operations)}
-        self._link.send(head, outputs)
+        # The connection takes its time, and the handler's next call may write to what it returned.
+        self._link.send(head, [bytes(one) for one in outputs])
 
     async def _result(
         self, endpoint: Endpoint, message: dict[str, Any], data: memoryview

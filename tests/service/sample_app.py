@@ -153,6 +153,16 @@ async def large(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"y": y, "twice": y * 2}
 
 
+SCRATCH = np.zeros(1 << 18, np.int32)
+
+
+@app.endpoint("scratch", inputs=NUMBER, outputs={"y": (np.int32, (-1,))})
+async def scratch(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return an array that the next call writes to."""
+    SCRATCH[:] = x[0]
+    return {"y": SCRATCH}
+
+
 @app.endpoint("gate", inputs=NUMBER, outputs=COUNT)
 async def gate(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Wait until the gate is open."""

@@ -196,6 +196,13 @@ async def test_bodies_that_do_not_come_keep_nobody_out() -> None:
         await until(lambda: not worker.dispatcher.held_nbytes)
 
 
+async def test_handlers_may_use_their_arrays_again() -> None:
+    """An answer is what the handler returned, whatever becomes of its array before the answer is sent."""
+    async with running() as worker:
+        responses = await asyncio.gather(*(infer(worker.port, "scratch", i) for i in range(8)))
+        assert [set(output(response, "y")) for response in responses] == [{i} for i in range(8)]
+
+
 async def test_requests_are_joined() -> None:
     """Requests that wait share a call, each gets its own rows back, and shapes that differ are not mixed."""
     async with running() as worker:
