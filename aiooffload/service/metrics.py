@@ -142,13 +142,11 @@ class _Devices:
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
         slots = self._supervisor.slots
-        info = GaugeMetricFamily(
-            "aiooffload_device_info", "Which device each stands for now.", labels=("device", "in_use", "name", "driver")
-        )
+        info = GaugeMetricFamily("aiooffload_device_info", "What serves now.", labels=("device", "name", "driver"))
         for slot in slots:
             if slot.ready is not None:
                 known = slot.ready.device
-                info.add_metric((slot.device, known["label"], known["name"], known["driver"]), 1)
+                info.add_metric((slot.device, known["name"], known["driver"]), 1)
         yield info
         for name, text, value in _OF_SLOT:
             yield _family(name, text, [(slot.device, value(slot)) for slot in slots])

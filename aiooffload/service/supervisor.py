@@ -278,7 +278,7 @@ class DeviceProcess(asyncio.Protocol):
                 self._process.kill()
 
     async def kill(self) -> None:
-        """End it at once and wait until it is gone."""
+        """End it at once and wait until it is gone; one that hangs in a driver, which nobody can end, is left."""
         self._end(self.fault or "it was ended")
         if self._transport is not None:
             self._transport.abort()
@@ -288,7 +288,10 @@ class DeviceProcess(asyncio.Protocol):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _EXIT_S)
             self.kill_now()
-            await self._process.wait()
+            try:
+                await asyncio.wait_for(self._process.wait(), _EXIT_S)
+            except TimeoutError:
+                log.error("a device process cannot be ended", pid=self.pid)
 
     async def stop(self, timeout_s: float) -> None:
         """Let it answer what it was called for and close; after so many seconds end it."""

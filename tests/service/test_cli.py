@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,23 @@ def test_help_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         main(["serve", "--help"])
     text = capsys.readouterr().out
     assert all(f"AIOOFFLOAD_{name.upper()}" in text for name in Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("command", "status"), [("serve", 0), ("version", -signal.SIGTERM)])
+def test_terminated_before_it_has_begun(command: str, status: int) -> None:
+    """SIGTERM while modules are still imported ends a worker, with 0 as later; other commands end as ever."""
+    code = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "aiooffload.service.cli":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+from aiooffload.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code, command, "x:y"], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (status, b"")
 
 
 @pytest.mark.parametrize(

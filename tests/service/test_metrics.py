@@ -102,19 +102,15 @@ def test_devices() -> None:
     assert buckets == [1, 4, 5]
 
 
-def test_device_in_use() -> None:
-    """What ``auto`` came to be is told."""
-    one = slot()
-    one.device = "auto"
+def test_what_the_device_is() -> None:
+    """The device's name and driver are told."""
     found = [
         sample
-        for family in text_string_to_metric_families(metrics_of(one).text().decode())
+        for family in text_string_to_metric_families(metrics_of(slot()).text().decode())
         for sample in family.samples
         if sample.name == "aiooffload_device_info"
     ]
-    assert [sample.labels for sample in found] == [
-        {"device": "auto", "in_use": "cuda:0", "name": "H200", "driver": "1.2"}
-    ]
+    assert [sample.labels for sample in found] == [{"device": "cuda:0", "name": "H200", "driver": "1.2"}]
 
 
 def test_device_that_is_gone() -> None:
