@@ -22,7 +22,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import unicodedata
 import urllib.request
@@ -510,33 +509,23 @@ def serve_job(options: argparse.Namespace, out: TextIO) -> tuple[int, dict[str, 
             f"scripts/demo: this job needs Triton's client: pip install 'aiooffload[demo]' ({error})", file=sys.stderr
         )
         return 2, None
-    command = [sys.executable, "-m", "aiooffload", "serve", "aiooffload.examples.knn:app"]
-    command += ["--device", options.device, "--port", "0", "--log-format", "json"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True) as worker:
-        try:
-            assert worker.stderr is not None
-            serving, said = None, ""
-            while serving is None and (text := worker.stderr.readline()):
-                line = json.loads(text) if text.startswith("{") else {"event": "", "reason": text.strip()}
-                serving, said = line if line["event"] == "serving" else None, line.get("reason", said)
-            if serving is None:
-                print(f"scripts/demo: the worker ended with {worker.wait()}: {said}", file=sys.stderr)
-                return 2, None
-            print(f"{serving['app']} on {', '.join(serving['devices'])}: {serving['url']}", file=out, flush=True)
-            reader = threading.Thread(target=worker.stderr.read)  # of a line for each request
-            reader.start()
-            found = ask_worker(options, serving["url"].partition("//")[2], out)
-            worker.send_signal(signal.SIGTERM)
-            found["exit_status"] = worker.wait(60)
-        finally:
-            worker.kill()
-        reader.join()
+    from benchmarks.serve import NotServing, Worker
+
+    app = "aiooffload.examples.knn:app"
+    try:
+        with Worker(options.device, app) as worker:
+            print(f"{app} on {worker.device}: http://127.0.0.1:{worker.port}", file=out, flush=True)
+            found = ask_worker(options, f"127.0.0.1:{worker.port}", out)
+            worker.process.send_signal(signal.SIGTERM)
+            found["exit_status"] = worker.process.wait(60)
+    except NotServing as error:
+        print(f"scripts/demo: {error}", file=sys.stderr)
+        return 2, None
     good = not found["mismatches"] and not found["exit_status"]
     verdict = "ok" if good else f"failed: {found['mismatches']} answers differ, exit status {found['exit_status']}"
     rate = f"{found['requests_per_s']:.0f} requests/s in {found['calls']} calls of the handler"
     print(f"{verdict}: {found['requests']} requests, {rate}", file=out, flush=True)
-    return 0 if good else 1, found | {"device": ", ".join(serving["devices"])}
+    return 0 if good else 1, found | {"device": worker.device}
 
 
 def ask_worker(options: argparse.Namespace, address: str, out: TextIO) -> dict[str, Any]:

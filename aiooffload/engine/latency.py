@@ -1,33 +1,47 @@
-"""How late things were: a histogram that costs a search among a few bounds for each value."""
+"""How late things were, and other histograms: each value costs a search among a few bounds."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-__all__ = ["BOUNDS_NS", "Latencies"]
+__all__ = ["BOUNDS_NS", "Histogram", "Latencies"]
 
 BOUNDS_NS: Final = (5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000, 5_000_000, 20_000_000)
 
 
-class Latencies:
-    """Counts of nanoseconds, by :data:`BOUNDS_NS`, for one thread."""
+class Histogram:
+    """Counts of values, for one thread; what is below 0 counts as 0."""
 
-    __slots__ = ("_counts", "_sum_ns")
+    __slots__ = ("_counts", "bounds", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.sum += max(value, 0)
+
+    def cumulated(self) -> list[int]:
+        """Return how many were at most each bound, and how many there were."""
+        return list(accumulate(self._counts))
+
+
+class Latencies(Histogram):
+    """Counts of nanoseconds, by :data:`BOUNDS_NS`."""
+
+    __slots__ = ()
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(BOUNDS_NS) + 1)
-        self._sum_ns = 0
-
-    def add(self, ns: int) -> None:
-        """Count one; what is below 0 was not late."""
-        self._counts[bisect_left(BOUNDS_NS, ns)] += 1
-        self._sum_ns += max(ns, 0)
+        super().__init__(BOUNDS_NS)
 
     def stats(self) -> dict[str, Any]:
         """Return ``count``, ``sum_s``, and ``buckets``: pairs of seconds and how many were at most that."""
-        bounds = (bound / 1e9 for bound in BOUNDS_NS)
-        cumulated = list(accumulate(self._counts))
-        pairs = [list(pair) for pair in zip(bounds, cumulated[:-1], strict=True)]
-        return {"count": cumulated[-1], "sum_s": self._sum_ns / 1e9, "buckets": pairs}
+        *counts, count = self.cumulated()
+        buckets = [[bound / 1e9, at_most] for bound, at_most in zip(self.bounds, counts, strict=True)]
+        return {"count": count, "sum_s": self.sum / 1e9, "buckets": buckets}

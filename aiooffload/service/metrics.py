@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Gauge, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from aiooffload.engine.latency import Histogram
 from aiooffload.service.dispatch import Answer, Dispatcher
 from aiooffload.service.supervisor import Slot, Supervisor
 
@@ -82,8 +81,8 @@ class Metrics:
         for field, (name, text) in _HISTOGRAMS.items():
             family = HistogramMetricFamily(f"aiooffload_{name}", text, labels=("endpoint",))
             for endpoint, one in self._endpoints.items():
-                histogram: _Histogram = getattr(one, field)
-                family.add_metric((endpoint,), histogram.buckets(), histogram.sum)
+                histogram: Histogram = getattr(one, field)
+                family.add_metric((endpoint,), _buckets(histogram.bounds, histogram.cumulated()), histogram.sum)
             yield family
 
     def text(self) -> bytes:
@@ -103,35 +102,20 @@ _HISTOGRAMS: Final = {
 }
 
 
-class _Histogram:
-    """Counts of values, for one thread: the library's own takes a lock for each of a dozen steps."""
-
-    __slots__ = ("_bounds", "_counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return the cumulated counts, as the library takes them."""
-        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        return list(zip(names, accumulate(self._counts), strict=True))
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Return cumulated counts as the library takes them."""
+    return list(zip([*(str(float(bound)) for bound in bounds), "+Inf"], counts, strict=True))
 
 
 class _Endpoint:
-    """What is counted for one endpoint."""
+    """What is counted for one endpoint. The library's own histograms take a lock for each of a dozen steps."""
 
     __slots__ = ("batch", "device", "duration", "handler", "outcomes", "queue")
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
-        self.duration, self.queue, self.handler, self.device = (_Histogram(_SECONDS) for _ in range(4))
-        self.batch = _Histogram(_REQUESTS)
+        self.duration, self.queue, self.handler, self.device = (Histogram(_SECONDS) for _ in range(4))
+        self.batch = Histogram(_REQUESTS)
 
 
 class _Devices:
@@ -166,8 +150,8 @@ class _Devices:
         )
         for slot in slots:
             for by, stats in _stats(slot).get("wake_latency", {}).items():
-                buckets = [(str(float(bound)), count) for bound, count in stats["buckets"]]
-                late.add_metric((slot.device, by), [*buckets, ("+Inf", stats["count"])], stats["sum_s"])
+                bounds, counts = zip(*stats["buckets"], strict=True)
+                late.add_metric((slot.device, by), _buckets(bounds, [*counts, stats["count"]]), stats["sum_s"])
         yield late
         lag = GaugeMetricFamily(
             "aiooffload_device_loop_lag_seconds", "How late the device process's loop was last.", labels=("device",)

@@ -216,9 +216,15 @@ class Worker(Server):
         path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path}
         super().__init__(subprocess.Popen(command, cwd=SCRIPTS, env=environment, text=True, stderr=subprocess.PIPE))
-        self.device = self._line("device process is ready")["device"]
-        self.port = int(self._line("serving")["url"].rpartition(":")[2])
         assert self.process.stderr is not None
+        try:
+            self.device = self._line("device process is ready")["device"]
+            self.port = int(self._line("serving")["url"].rpartition(":")[2])
+        except BaseException:  # of whoever interrupts this, too: there is no block yet that would end it
+            self.process.kill()
+            self.process.wait()
+            self.process.stderr.close()
+            raise
         self._sink = subprocess.Popen(sink, stdin=self.process.stderr, stdout=log)
 
     def _line(self, event: str) -> dict[str, Any]:

@@ -174,17 +174,22 @@ async def test_client_that_does_not_take_its_response(more: bytes, then: bytes) 
         writer.close()
 
 
+async def send(writer: asyncio.StreamWriter, junk: bytes) -> None:
+    """Send bytes in several pieces, or as many as the other side takes."""
+    for at in range(0, len(junk), MAX_HEAD_NBYTES // 4):
+        writer.write(junk[at : at + MAX_HEAD_NBYTES // 4])
+        try:
+            await writer.drain()
+        except ConnectionError:
+            break
+
+
 async def test_head_that_is_too_large() -> None:
     """Headers have a limit, whether they are many or one."""
     for junk in (b"a: b\r\n" * 20_000, b"a: " + b"b" * 120_000):
         async with server_of(Site()) as port:
             reader, writer = await connect(port, GET)
-            for at in range(0, len(junk), MAX_HEAD_NBYTES // 4):
-                writer.write(junk[at : at + MAX_HEAD_NBYTES // 4])
-                try:
-                    await writer.drain()
-                except ConnectionError:
-                    break
+            await send(writer, junk)
             assert (await rest((reader, writer))).status in (431, 0)
 
 
@@ -199,12 +204,7 @@ async def test_trailers_that_are_too_large(junk: bytes) -> None:
     site, began = Site(), asyncio.get_running_loop().time()
     async with server_of(site) as port:
         reader, writer = await connect(port, CHUNKED + b"1\r\nx\r\n0\r\n")
-        for at in range(0, len(junk), MAX_HEAD_NBYTES // 4):
-            writer.write(junk[at : at + MAX_HEAD_NBYTES // 4])
-            try:
-                await writer.drain()
-            except ConnectionError:
-                break
+        await send(writer, junk)
         assert (await rest((reader, writer))).status == 0
         assert await site.ends.get() == "http.disconnect"
         assert asyncio.get_running_loop().time() - began < 4  # it was not the time limit
