@@ -25,6 +25,7 @@ UNTESTED = {
     "_native/host_stream.c": "the conformance tests in tests/drivers run it",
     "drivers/host/function.py": "tests/drivers/host/test_device.py runs it",
     "drivers/host/limited.py": "tests/drivers/host/test_device.py and tests/engine/test_selftest.py run it",
+    "service/process.py": "tests/service/test_supervisor.py runs it",
     "service/once.py": "tests/service/test_cli.py runs it",
     "drivers/host/memory.py": "tests/drivers/host/test_device.py runs it",
 }

@@ -14,7 +14,8 @@ alone, and the front answers what was in flight there with 503 and starts anothe
 ``batching``    which requests share one call of a handler, and when (pure)
 ``frames``      what front and device process say to each other, as bytes (pure)
 ``dispatch``    the queue: who may enter, what goes to which device, deadlines
-``supervisor``  starts, watches and replaces device processes
+``process``     one life of a device process, as the front sees it
+``supervisor``  replaces device processes
 ``device``      the device process
 ``http``        the routes, on Starlette
 ``infer``       the one that matters: inference, as a response or as a stream

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from aiooffload.service.app import Declaration
 from aiooffload.service.batching import Batch, Batcher
+from aiooffload.service.process import DeviceProcess
 from aiooffload.service.protocol import InferRequest, Tensor
-from aiooffload.service.supervisor import DeviceProcess, Supervisor
+from aiooffload.service.supervisor import Supervisor
 from aiooffload.service.tensors import Data, split_rows
 
 __all__ = ["RETRY_AFTER_S", "Answer", "Dispatcher", "Refusal", "Ticket"]

@@ -20,7 +20,8 @@ from aiooffload.service.dispatch import Dispatcher
 from aiooffload.service.http import make_app
 from aiooffload.service.infer import Site
 from aiooffload.service.metrics import Metrics
-from aiooffload.service.supervisor import Settings, StartFailed, Supervisor
+from aiooffload.service.process import Settings, StartFailed
+from aiooffload.service.supervisor import Supervisor
 from aiooffload.service.versions import version_of
 
 __all__ = ["Worker", "serve"]

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aiooffload.service import process as life
 from aiooffload.service import supervisor as module
 from aiooffload.service.frames import encode
-from aiooffload.service.supervisor import DeviceProcess, Settings, StartFailed, Supervisor, backoff_s
+from aiooffload.service.process import DeviceProcess, Settings, StartFailed
+from aiooffload.service.supervisor import Supervisor, backoff_s
 from tests.service.support import ROOT, SAMPLE
 
 
@@ -156,7 +158,7 @@ async def test_lost_process_is_replaced(how: str, reason: str) -> None:
 
 async def test_call_over_the_hard_limit_costs_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that takes too long ends its process, even one that blocks its loop and hears nothing."""
-    monkeypatch.setattr(module, "HARD_MARGIN_S", 0.0)
+    monkeypatch.setattr(life, "HARD_MARGIN_S", 0.0)
     async with rig_of(hard_timeout_s=0.1) as rig:
         first = rig.supervisor.ready[0]
         reason = await rig.ask("block", 60_000)
@@ -175,7 +177,7 @@ async def test_no_progress_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch)
         await rig.ask("open_gate")
         await waiting.answer
         assert rig.supervisor.why_not_ready() == ""
-        monkeypatch.setattr(module, "SILENCE_S", -1.0)
+        monkeypatch.setattr(life, "SILENCE_S", -1.0)
         assert "its loop has said nothing" in rig.supervisor.why_not_ready()
         assert rig.supervisor.why_dead() == ""
 

@@ -1,0 +1,302 @@
+"""One life of a device process, as the front sees it: spawned, watched, asked, ended.
+
+The front asks no device anything. It knows what a device process says of itself, when it said something last, and
+how old its oldest call is; so nothing here can hang because a device does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+from aiooffload.log import log
+from aiooffload.service import frames
+from aiooffload.service.app import Declaration
+from aiooffload.service.tensors import Data
+
+__all__ = ["Call", "DeviceProcess", "Settings", "StartFailed"]
+
+HARD_MARGIN_S: Final = 1.0
+"""The device process ends launches over the hard limit itself, and knows which; this is for when it does not."""
+SILENCE_S: Final = 5.0
+"""Without a beat for so long, a device process makes no progress."""
+_EXIT_S: Final = 1.0
+_MODULE: Final = "aiooffload.service.device"
+
+
+class StartFailed(Exception):
+    """A device process could not serve; the text says why."""
+
+
+class Call(Protocol):
+    """What hears how a call ended: of exactly one of the first two, once."""
+
+    def on_answer(self, message: dict[str, Any], outputs: Sequence[memoryview]) -> None:
+        """A result or an error arrived."""
+
+    def on_lost(self, reason: str) -> None:
+        """There will be no answer: the device process is gone."""
+
+    def on_progress(self, done: int, total: int) -> None:
+        """Its kernel said how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What device processes are started with, and how they are watched."""
+
+    app: str
+    offload: dict[str, Any]
+    log_format: str = "json"
+    log_level: str = "info"
+    start_timeout_s: float = 120.0
+    hard_timeout_s: float = 0.0
+    """A call that takes longer costs the process its life; 0 for never."""
+    stall_s: float = 20.0
+    """Calls in flight, and neither an answer nor anything done on the device for so long, is no progress."""
+
+
+class DeviceProcess(asyncio.Protocol):
+    """One life of a device process, from its start to its end."""
+
+    def __init__(self, settings: Settings, device: str, on_change: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.up = False
+        self.gone = asyncio.Event()
+        self.device: dict[str, str] = {"label": device, "name": "", "driver": ""}
+        self.app_name = ""
+        self.declarations: list[Declaration] = []
+        self.calls: dict[int, tuple[float, Call]] = {}  # in flight, with their time of sending, oldest first
+        self.stats: dict[str, Any] = {}
+        self.lag_s = 0.0
+        self.fault = ""  # why the device process itself said that it ends
+        self.up_at = 0.0
+        self._settings = settings
+        self._label = device
+        self._loop = loop
+        self._on_change = on_change
+        self._decoder = frames.Decoder()
+        self._transport: asyncio.Transport | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._numbers = 0
+        self._heard_at = loop.time()  # of anything
+        self._moved_at = loop.time()  # of the last answer or step on the device, or of the first call after none
+        self._exits = False  # it has closed the connection, thus exits by itself; only if not it is killed
+        self._done = 0  # operations and calls of kernels, as the last beat counted them
+        self._ready: asyncio.Future[None] = loop.create_future()
+
+    async def spawn(self) -> None:
+        """Spawn it. It imports what it needs and waits for :meth:`start`; nothing of the program runs yet.
+
+        Raises
+        ------
+        StartFailed
+            It was to end before it was there, and is gone; or the system has no room for it now.
+        """
+        try:
+            await self._spawn()
+        except OSError as error:
+            self._end(f"it could not be spawned: {error}")
+        if self.gone.is_set():
+            await self.kill()
+            raise StartFailed(self.fault)
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            ours.setblocking(False)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _MODULE, str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # the terminal's interrupt is the front's to handle
+            )
+            await self._loop.create_unix_connection(lambda: self, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    async def start(self) -> None:
+        """Let it serve, and wait until it does; it is spawned if it was not yet.
+
+        Raises
+        ------
+        StartFailed
+            It does not, and is gone.
+        """
+        if self._process is None:
+            await self.spawn()
+        self._heard_at = self._loop.time()
+        self._send(
+            {
+                "kind": "configure",
+                "app": self._settings.app,
+                "device": self._label,
+                "offload": self._settings.offload,
+                "log_format": self._settings.log_format,
+                "log_level": self._settings.log_level,
+            }
+        )
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self._ready
+        except TimeoutError:
+            await self.kill()
+            raise StartFailed(f"it was not ready within {self._settings.start_timeout_s:g} s") from None
+        except BaseException:
+            await self.kill()
+            raise
+
+    # -- the connection --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        try:
+            for message, content in self._decoder.feed(data):
+                self._on_message(message, content)
+        except frames.BrokenFrame as error:
+            self._end(f"it sent nonsense: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._exits = True
+        self._end(self.fault or "it ended")
+
+    def _on_message(self, message: dict[str, Any], content: memoryview) -> None:
+        kind = message["kind"]
+        if kind in ("result", "error"):
+            self._moved_at = self._heard_at
+            found = self.calls.pop(message["call"], None)
+            if found is not None:
+                found[1].on_answer(message, frames.cut(message, content))
+        elif kind == "beat":
+            self.lag_s, self.stats = message["lag_s"], message["stats"]
+            done = self.stats["completed"] + self.stats["calls"]["served"]
+            if done != self._done:
+                self._done, self._moved_at = done, self._heard_at
+        elif kind == "progress":
+            self._moved_at = self._heard_at
+            if (running := self.calls.get(message["call"])) is not None:
+                running[1].on_progress(message["done"], message["total"])
+        elif kind == "ready":
+            self.device, self.app_name = message["device"], message["app"]
+            self.declarations = list(map(Declaration.from_message, message["endpoints"]))
+            self.up, self.up_at = True, self._heard_at
+            self._ready.set_result(None)
+            self._on_change()
+        elif kind in ("failed", "lost"):
+            self.fault = message["text"]
+
+    def _send(self, message: dict[str, Any], data: Sequence[Data] = ()) -> None:
+        if self._transport is not None and not self.gone.is_set():
+            self._transport.writelines(frames.encode(message, data))
+
+    # -- calls -----------------------------------------------------------------------------
+
+    def call(self, endpoint: str, shapes: list[tuple[int, ...]], data: list[Data], call: Call, progress: bool) -> int:
+        """Send a call to a process that is up; returns its number, for :meth:`cancel`."""
+        self._numbers += 1
+        now = self._loop.time()
+        if not self.calls:
+            self._moved_at = now
+        self.calls[self._numbers] = now, call
+        message = {"kind": "call", "call": self._numbers, "endpoint": endpoint, "shapes": shapes}
+        if progress:
+            message["progress"] = True
+        self._send(message, data)
+        return self._numbers
+
+    def cancel(self, number: int) -> None:
+        """Ask for the end of a call, which is answered all the same."""
+        if number in self.calls:
+            self._send({"kind": "cancel", "call": number})
+
+    # -- how it is -------------------------------------------------------------------------
+
+    def why_stuck(self) -> str:
+        """Return why it makes no progress; "" if it does, or has nothing to do."""
+        now = self._loop.time()
+        if now - self._heard_at > SILENCE_S:
+            return f"its loop has said nothing for {now - self._heard_at:.1f} s"
+        if self.calls and now - self._moved_at > self._settings.stall_s:
+            return f"no call was answered, and nothing done on the device, for {now - self._moved_at:.1f} s"
+        return ""
+
+    def check_hard_limit(self) -> None:
+        """End it if a call is over the hard limit."""
+        limit = self._settings.hard_timeout_s
+        if limit and self.calls:
+            began, _ = next(iter(self.calls.values()))
+            if self._loop.time() - began > limit + HARD_MARGIN_S:
+                self._end(f"a call took longer than the hard limit of {limit:g} s")
+
+    # -- the end: everything comes here ----------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        """Fail what is in flight and make sure that nothing of it is left; idempotent."""
+        if self.gone.is_set():
+            return
+        self.up = False
+        self.fault = reason
+        self.gone.set()
+        if self._transport is not None:
+            self._transport.abort()
+        if not self._exits:
+            self.kill_now()
+        calls, self.calls = self.calls, {}
+        for _, call in calls.values():
+            call.on_lost(reason)
+        if not self._ready.done():
+            self._ready.set_exception(StartFailed(reason))
+            self._ready.exception()  # looked at: nobody may be waiting
+        self._on_change()
+
+    def kill_now(self) -> None:
+        """End it at once, without waiting."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def kill(self) -> None:
+        """End it at once and wait until it is gone; one that hangs in a driver, which nobody can end, is left."""
+        self._end(self.fault or "it was ended")
+        if self._transport is not None:
+            self._transport.abort()
+        if self._process is not None:
+            if not self._exits:
+                self.kill_now()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _EXIT_S)
+            self.kill_now()
+            try:
+                await asyncio.wait_for(self._process.wait(), _EXIT_S)
+            except TimeoutError:
+                log.error("a device process cannot be ended", pid=self.pid)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let it answer what it was called for and close; after so many seconds end it."""
+        self.up = False
+        self._send({"kind": "stop"})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.gone.wait()
+        await self.kill()
+
+    @property
+    def pid(self) -> int:
+        """The process's id, 0 before it has one."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended, if it did."""
+        return self._process.returncode if self._process is not None else None
