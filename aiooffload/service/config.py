@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -162,12 +162,11 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None = None) -> None:
-    """Add a flag for each setting, or for those named; what was not said is None."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting; what was not said is None."""
     for one in fields(Config):
-        if only is None or one.name in only:
-            options: dict[str, Any] = {"action": "store_true"} if type(one.default) is bool else {"metavar": "X"}
-            parser.add_argument(_flag(one.name), dest=one.name, default=None, help=argparse.SUPPRESS, **options)
+        options: dict[str, Any] = {"action": "store_true"} if type(one.default) is bool else {"metavar": "X"}
+        parser.add_argument(_flag(one.name), dest=one.name, default=None, help=argparse.SUPPRESS, **options)
     parser.add_argument("--config", metavar="FILE", help=argparse.SUPPRESS)
 
 
