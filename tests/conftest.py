@@ -322,7 +322,11 @@ class Gates:
         with unraisable_into(problems):
             getattr(item, "funcargs", {}).clear()  # the fixtures are over: what they gave is held for nobody
             gc.collect()
-        problems += self.baseline.leaks()
+            leaks = self.baseline.leaks()
+            if leaks:  # what a thread held that was just ending when the collector came: it has been waited for
+                gc.collect()
+                leaks = self.baseline.leaks()
+        problems += leaks
         problems += self.loop_errors.texts
         if problems:
             pytest.fail("left behind by the test:\n" + "\n".join(problems), pytrace=False)
