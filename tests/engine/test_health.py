@@ -203,9 +203,10 @@ class Clockwork:
     def __init__(self) -> None:
         self.call: object = None
         self.cancelled = 0
+        self.delay_s = 0.0
 
     def call_later(self, delay_s: float, call: object) -> Clockwork:
-        self.call = call
+        self.call, self.delay_s = call, delay_s
         return self
 
     def cancel(self) -> None:
@@ -286,13 +287,35 @@ def test_watchdog_asks_nothing_after_a_look_that_ended_the_flight() -> None:
     assert world.clock.call is None
 
 
+def test_watchdog_slows_down_while_nothing_moves() -> None:
+    """The ticks get longer up to a limit, at which they stay until something arrives or a new flight begins."""
+    world = World()
+    world.dog.notice()
+    delays = []
+    for moves in (0, 0, 0, 0, 1, 0, 0, 0):
+        delays.append(round(world.clock.delay_s / health.TICK_S))
+        world.completed += moves
+        world.clock.tick()
+    assert delays == [1, 2, 3, 3, 3, 1, 2, 3]
+    world.in_flight = 0
+    world.clock.tick()
+    world.in_flight = 1
+    world.dog.notice()
+    assert world.clock.delay_s == health.TICK_S
+
+
 def test_watchdog_warns_once_of_a_stall() -> None:
     """When nothing has moved for 20 s, that is told once, and again only after something moved."""
     world = World()
     world.dog.notice()
+    waited_s, told_at = 0.0, 0.0
     for _ in range(3000):
+        waited_s += world.clock.delay_s
         world.clock.tick()
+        if world.stalls and not told_at:
+            told_at = waited_s
     assert world.stalls == [health.STALL_S]
+    assert health.STALL_S <= told_at <= health.STALL_S + health.TICK_S * health.SLOWEST
     world.completed += 1
     for _ in range(1002):
         world.clock.tick()
