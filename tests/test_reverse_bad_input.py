@@ -1278,6 +1278,7 @@ print(statuses)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["end of main", "caught 3", f"[({ERROR}, {int(Code.RAISED)})]"], done.stderr
+    assert "Task exception" not in done.stderr
 
 
 def test_signal_while_a_kernel_calls() -> None:

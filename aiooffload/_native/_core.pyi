@@ -447,7 +447,11 @@ class Handler:
     def batch(self) -> bool: ...
 
 class Request:
-    """One request, or a batch of them."""
+    """One request, or a batch of them; also the coroutine that the task of its handler runs.
+
+    As a coroutine it passes everything on to the handler's, answers when that is done, and returns None
+    even if it failed: only CancelledError, KeyboardInterrupt and SystemExit are the task's, too.
+    """
 
     @property
     def data(self) -> bytearray | None:
@@ -467,11 +471,23 @@ class Request:
     @property
     def callers(self) -> list[Caller]: ...
     def start(self, coroutine: Any) -> None:
-        """Run a coroutine as an eager task; its result is the reply."""
+        """Run the handler's coroutine in an eager task; its result is the reply."""
     def end(self, status: int, code: int = 0) -> None:
         """Answer what is open without a result; it is over unless its handler runs."""
     def drop(self, caller: Caller) -> bool:
         """Answer CANCELLED to one launch; whether it also comes from others."""
+    def __await__(self) -> Self: ...
+    def send(self, value: Any, /) -> Any: ...
+    def throw(self, *error: Any) -> Any: ...
+    def close(self) -> None: ...
+    # What shows tasks asks a coroutine for these: they are the handler's.
+    __name__: str
+    __qualname__: str
+    cr_await: Any
+    cr_code: Any
+    cr_frame: Any
+    cr_origin: Any
+    cr_running: bool
 
 class ChannelOwner(Protocol):
     """What a Channel asks of its owner, on the loop's thread."""

@@ -47,7 +47,7 @@ int ao_handler_gives(const AoHandler *handler, const Py_buffer *view, uint32_t r
 
 typedef struct {
     uint64_t ticket;
-    AoCaller *caller;           /* strong */
+    AoCaller *caller;           /* strong in the first entry of a run of the same, borrowed in the rest */
     uint32_t cell;            /* AO_NO_CELL: a post */
     uint16_t rows;
     char open;                /* not answered yet */
@@ -57,20 +57,24 @@ typedef struct AoRequest {
     PyObject_HEAD
     struct AoChannel *channel;       /* strong */
     AoHandler *handler;         /* strong */
+    PyObject *coroutine;      /* its handler's, until that is done */
     PyObject *task;           /* while its handler runs and has suspended */
+    PyObject *outcome;        /* what the first step has returned or raised, until it is dealt with */
     PyObject *data;           /* bytearray of rows * handler->nbytes bytes of arguments, or NULL if they were decoded at once */
     AoEntry first, *entries;    /* entries is &first until there is a second one */
     uint32_t count, capacity; /* of entries */
     uint32_t rows, row_capacity; /* data has room for row_capacity of them until the request is sealed */
     int64_t began_ns;         /* when its handler started; 0 if nobody was to be told */
     char running;             /* its handler takes its first step */
+    char listed;              /* its launches have it among their requests */
+    char raised;              /* whether outcome was raised */
     char failed;              /* its handler raised */
     char finished;
 } AoRequest;
 
 AoRequest *ao_request_make(struct AoChannel *channel, AoHandler *handler);
 /* Adds an entry with its rows, whose arguments are at `data` unless that is NULL. -1 with an exception. */
-int ao_request_add(AoRequest *request, const AoEntry *entry, const unsigned char *data);
+int ao_request_add(AoRequest *request, AoCaller *caller, uint64_t ticket, unsigned cell, unsigned rows, const unsigned char *data);
 /* No more entries: from here on others may see its data. -1 with an exception. */
 int ao_request_seal(AoRequest *request);
 /* It is over: its launches may be waiting for that. Keeps the current exception; -1 with one of its own. */

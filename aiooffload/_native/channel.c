@@ -53,14 +53,13 @@ static int is_awaited(const AoChannel *self, unsigned cell) { return cell < AO_C
 /* ---- the drain ---- */
 
 typedef struct {
-    uint64_t argument;
+    uint64_t ticket, argument;
     unsigned function, launch, cell, form, nbytes, rows;
 } Descriptor;
 
-/* Reads the descriptor at `position`; 0 if it is not published. Unsound ones have rows == 0. */
-static int read_descriptor(const AoChannel *self, Descriptor *d) {
-    uint64_t control = slot_control(self, self->position);
-    if (!is_published(control, self->position)) return 0;
+/* Reads the descriptor at `position`, whose control word is given. Unsound ones have rows == 0. */
+static inline void read_descriptor(const AoChannel *self, uint64_t control, Descriptor *d) {
+    d->ticket = self->position;
     /* Once: what is looked at below may be written again meanwhile. */
     d->argument = __atomic_load_n((const uint64_t *)slot_of(self, self->position), __ATOMIC_RELAXED);
     d->function = (unsigned)BITS(control, 0, AO_FUNCTION_BITS);
@@ -72,13 +71,18 @@ static int read_descriptor(const AoChannel *self, Descriptor *d) {
     if (d->cell >= AO_CELLS && d->cell != AO_NO_CELL) d->rows = 0;
     if (d->form > AO_FORM_ROWS || d->nbytes > AO_PAYLOAD_NBYTES) d->rows = 0;
     if (d->form == AO_FORM_PAYLOAD && d->rows != 1) d->rows = 0;
-    if (d->rows && d->nbytes % d->rows) d->rows = 0;
-    return 1;
+    if (d->rows > 1 && d->nbytes % d->rows) d->rows = 0;
 }
 
-static int refuse(AoChannel *self, AoCaller *caller, const Descriptor *d, AoHandler *handler, AoEntry *entry) {
-    ao_answer(self, entry, AO_STATUS_ERROR, AO_KIND_NONE, NULL, 0, handler ? AO_CODE_WRONG_ARGUMENTS : AO_CODE_UNKNOWN_FUNCTION);
+/* Answers without a handler. */
+static void answer(AoChannel *self, AoCaller *caller, const Descriptor *d, uint64_t status, int64_t code) {
+    AoEntry entry = {.ticket = d->ticket, .caller = caller, .cell = d->cell, .rows = (uint16_t)d->rows, .open = 1};
+    ao_answer(self, &entry, status, AO_KIND_NONE, NULL, 0, code);
     ao_host_notify();
+}
+
+static int refuse(AoChannel *self, AoCaller *caller, const Descriptor *d, AoHandler *handler) {
+    answer(self, caller, d, AO_STATUS_ERROR, handler ? AO_CODE_WRONG_ARGUMENTS : AO_CODE_UNKNOWN_FUNCTION);
     PyObject *ignored = PyObject_CallMethod(self->owner, "refused", "OIOI", (PyObject *)caller, d->function, handler ? (PyObject *)handler : Py_None,
                                             d->rows ? d->nbytes / d->rows : 0);
     Py_XDECREF(ignored);
@@ -104,13 +108,13 @@ static int begin_batch(AoChannel *self, AoHandler *handler) {
 }
 
 /* `collected` is the list of handlers with an unfinished batch. */
-static int collect(AoChannel *self, AoHandler *handler, const AoEntry *entry, const unsigned char *data, PyObject *collected) {
-    if (handler->collecting && handler->collecting->rows + entry->rows > MOST_ROWS && begin_batch(self, handler) < 0) return -1;
+static int collect(AoChannel *self, AoHandler *handler, AoCaller *caller, const Descriptor *d, const unsigned char *data, PyObject *collected) {
+    if (handler->collecting && handler->collecting->rows + d->rows > MOST_ROWS && begin_batch(self, handler) < 0) return -1;
     if (!handler->collecting) {
         if (!(handler->collecting = ao_request_make(self, handler))) return -1;
         if (PyList_Append(collected, (PyObject *)handler) < 0) return -1;
     }
-    return ao_request_add(handler->collecting, entry, data);
+    return ao_request_add(handler->collecting, caller, d->ticket, d->cell, d->rows, data);
 }
 
 /* Borrowed reference, or NULL with or without an exception. */
@@ -127,25 +131,21 @@ static AoHandler *find_handler(AoChannel *self, unsigned function) {
 }
 
 /* -1 with an exception that is not the handler's. `caller` is held by who calls this. */
-static int serve(AoChannel *self, AoCaller *caller, const Descriptor *d, uint64_t ticket, PyObject *collected) {
-    AoEntry entry = {.ticket = ticket, .caller = caller, .cell = d->cell, .rows = (uint16_t)d->rows, .open = 1};
-    if (caller->stopped) {
-        ao_answer(self, &entry, AO_STATUS_CANCELLED, AO_KIND_NONE, NULL, 0, 0);
-        ao_host_notify();
-        return 0;
-    }
+static int serve(AoChannel *self, AoCaller *caller, const Descriptor *d, PyObject *collected) {
+    if (caller->stopped) return answer(self, caller, d, AO_STATUS_CANCELLED, 0), 0;
     AoHandler *handler = find_handler(self, d->function);
     if (!handler && PyErr_Occurred()) return -1;
     /* Rows of results may be too many for a cell where a row of arguments is small. */
-    if (!handler || d->nbytes != d->rows * handler->nbytes || d->rows * handler->reply_nbytes > AO_PAYLOAD_NBYTES) return refuse(self, caller, d, handler, &entry);
+    if (!handler || d->nbytes != d->rows * handler->nbytes || d->rows * handler->reply_nbytes > AO_PAYLOAD_NBYTES) return refuse(self, caller, d, handler);
+    const unsigned char *sent = (const unsigned char *)&d->argument;
+    if (d->form > AO_INLINE_NBYTES) sent = self->shared + AO_PAYLOADS_OFFSET + d->ticket % AO_RING_SLOTS * AO_PAYLOAD_NBYTES;
+    if (handler->batch) return collect(self, handler, caller, d, sent, collected);
     unsigned char data[AO_PAYLOAD_NBYTES]; /* a copy: what runs below may take long, and the slot is free from now on */
-    if (d->form <= AO_INLINE_NBYTES) memcpy(data, &d->argument, 8);
-    else memcpy(data, self->shared + AO_PAYLOADS_OFFSET + ticket % AO_RING_SLOTS * AO_PAYLOAD_NBYTES, d->nbytes);
-    if (handler->batch) return collect(self, handler, &entry, data, collected);
+    memcpy(data, sent, d->nbytes);
     int plain = handler->plain && d->form != AO_FORM_ROWS;
     AoRequest *request = ao_request_make(self, handler);
     if (!request) return -1;
-    int status = ao_request_add(request, &entry, plain ? NULL : data);
+    int status = ao_request_add(request, caller, d->ticket, d->cell, d->rows, plain ? NULL : data);
     if (status == 0) status = plain ? ao_request_start(request, ao_handler_call(handler, data)) : begin(self, request);
     Py_DECREF(request);
     return status;
@@ -167,35 +167,35 @@ static void note_served(AoChannel *self) {
 
 /* Whether the next request is published. A batch waits a moment for those of the last one that are not
  * there yet: warps that were answered together ask again together. */
-static int next_request(const AoChannel *self, Py_ssize_t count, int batching, Descriptor *d) {
+static inline int next_request(const AoChannel *self, Py_ssize_t count, int batching, Descriptor *d) {
     if (self->closed) return 0;
-    if (read_descriptor(self, d)) return 1;
-    if (!batching || count >= self->together) return 0;
-    for (int64_t until = ao_now_ns() + GATHER_NS; ao_now_ns() < until; ao_pause())
-        if (read_descriptor(self, d)) return 1;
-    return 0;
+    uint64_t control = slot_control(self, self->position);
+    if (!is_published(control, self->position)) {
+        if (!batching || count >= self->together) return 0;
+        for (int64_t until = ao_now_ns() + GATHER_NS; !is_published(control = slot_control(self, self->position), self->position); ao_pause())
+            if (ao_now_ns() >= until) return 0;
+    }
+    read_descriptor(self, control, d);
+    return 1;
 }
 
 static Py_ssize_t drain(AoChannel *self, int64_t until, PyObject *collected) {
     Py_ssize_t count = 0;
     Descriptor d;
-    while (next_request(self, count, PyList_GET_SIZE(collected) > 0, &d)) {
-        uint64_t ticket = self->position++;
+    AoCaller *caller = NULL; /* held from one request to the next: what is run may detach it */
+    int status = 0;
+    while (status == 0 && next_request(self, count, PyList_GET_SIZE(collected) > 0, &d)) {
+        self->position++;
         count++;
-        AoCaller *caller = self->callers[d.launch];
-        int status = 0;
-        if (caller && d.rows && !is_awaited(self, d.cell)) {
-            Py_INCREF(caller); /* what is run may detach it */
-            status = serve(self, caller, &d, ticket, collected);
-            Py_DECREF(caller);
-        } else {
-            self->dropped++;
-        }
+        if (caller != self->callers[d.launch]) Py_XSETREF(caller, (AoCaller *)Py_XNewRef(self->callers[d.launch]));
+        if (caller && d.rows && !is_awaited(self, d.cell)) status = serve(self, caller, &d, collected);
+        else self->dropped++;
         /* Not before its payload was copied: with the place another post gets the slot. */
         if (d.cell == AO_NO_CELL && ++self->posts - self->published >= PUBLISH_EVERY && !self->closed) publish(self);
-        if (status < 0) return -1;
         if (count % CLOCK_EVERY == 0 && ao_now_ns() >= until) break;
     }
+    Py_XDECREF(caller);
+    if (status < 0) return -1;
     if (count) note_served(self);
     self->together = PyList_GET_SIZE(collected) ? count : 0;
     return count;

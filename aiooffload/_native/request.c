@@ -1,12 +1,14 @@
 /* One request of a kernel, or a batch of them: starts the handler, and answers when it is done.
  *
- * A handler runs as an eager task. If it is done with its first step, the reply goes out at once;
- * otherwise the request is the task's done callback.
+ * A handler runs as an eager task. What the task runs is the request itself, which passes everything
+ * on to the handler's coroutine: so it knows when that is done, and the reply goes out at once, not
+ * with the callbacks of the task in the loop's next turn.
  */
 #include "calls.h"
 
-static PyObject *s_failed, *s_encode, *s_idle, *s_result, *s_done, *s_add_done_callback, *s_create_task, *s_cancel;
-static PyObject *task_type, *cancelled_error, *task_names; /* names of the keyword arguments of a task */
+static PyObject *s_failed, *s_encode, *s_idle, *s_throw, *s_close, *s_create_task, *s_cancel, *s_add_done_callback;
+static PyObject *task_type, *look, *coroutine_type, *cancelled_error; /* look: Task.exception */
+static PyObject *task_names; /* names of the keyword arguments of a task */
 
 int ao_request_prepare(void) {
     if (task_names) return 0;
@@ -15,11 +17,15 @@ int ao_request_prepare(void) {
     task_type = PyObject_GetAttrString(asyncio, "Task");
     cancelled_error = PyObject_GetAttrString(asyncio, "CancelledError");
     Py_DECREF(asyncio);
+    look = task_type ? PyObject_GetAttrString(task_type, "exception") : NULL;
+    PyObject *abc = PyImport_ImportModule("collections.abc");
+    coroutine_type = abc ? PyObject_GetAttrString(abc, "Coroutine") : NULL;
+    Py_XDECREF(abc);
     s_failed = PyUnicode_InternFromString("failed");
     s_encode = PyUnicode_InternFromString("encode");
     s_idle = PyUnicode_InternFromString("idle");
-    s_result = PyUnicode_InternFromString("result");
-    s_done = PyUnicode_InternFromString("done");
+    s_throw = PyUnicode_InternFromString("throw");
+    s_close = PyUnicode_InternFromString("close");
     s_add_done_callback = PyUnicode_InternFromString("add_done_callback");
     s_create_task = PyUnicode_InternFromString("create_task");
     s_cancel = PyUnicode_InternFromString("cancel");
@@ -28,7 +34,13 @@ int ao_request_prepare(void) {
 #else
     task_names = Py_BuildValue("(s)", "context");
 #endif
-    return task_type && cancelled_error && task_names && !PyErr_Occurred() ? 0 : -1;
+    return task_type && look && coroutine_type && cancelled_error && task_names && !PyErr_Occurred() ? 0 : -1;
+}
+
+/* Most of what is sent is one word, for which memcpy is a long way. */
+static inline void copy_few(void *to, const void *from, size_t nbytes) {
+    if (nbytes == 8) memcpy(to, from, 8);
+    else memcpy(to, from, nbytes);
 }
 
 /* ---- replies ---- */
@@ -53,7 +65,7 @@ void ao_answer(AoChannel *self, AoEntry *entry, uint64_t status, uint64_t kind, 
         memcpy(self->shared + AO_CELLS_OFFSET + (size_t)entry->cell * AO_CELL_STRIDE + AO_CELL_DATA, data, total);
     } else if (total) {
         value = 0;
-        memcpy(&value, data, total);
+        copy_few(&value, data, total);
     }
     write_reply(self, entry, status, kind, value, total);
 }
@@ -68,6 +80,9 @@ static void answer_all(AoRequest *self, uint64_t status, const unsigned char *da
     }
     ao_host_notify();
 }
+
+/* Whether entry `i` is of another launch than the one before. A launch is kept alive once for a run of entries. */
+static int starts_run(const AoRequest *self, uint32_t i) { return i == 0 || self->entries[i].caller != self->entries[i - 1].caller; }
 
 static void tell_served(AoRequest *self) {
     PyObject *told = Py_NewRef(self->channel->on_served);
@@ -87,7 +102,7 @@ int ao_request_close(AoRequest *self) {
     Py_CLEAR(self->task);
     for (uint32_t i = 0; i < self->count; i++) {
         AoCaller *caller = self->entries[i].caller;
-        if (PySet_Discard(caller->requests, (PyObject *)self) < 0) status = -1;
+        if (self->listed && starts_run(self, i) && PySet_Discard(caller->requests, (PyObject *)self) < 0) status = -1;
         if (--caller->active == 0 && caller->ended) {
             PyObject *ignored = PyObject_CallMethodOneArg(self->channel->owner, s_idle, (PyObject *)caller);
             if (!ignored) status = -1;
@@ -98,23 +113,36 @@ int ao_request_close(AoRequest *self) {
     if (type) PyErr_Restore(type, value, traceback);
     return status;
 }
+
 /* ---- the end of a handler ---- */
 
-int ao_request_fail(AoRequest *self) {
+/* The current exception, normalised and with its traceback, taken off the thread. */
+static PyObject *take_exception(void) {
     PyObject *type, *error, *traceback;
-    self->failed = 1;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback) PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
+/* The handler has raised `error`. */
+static int fail(AoRequest *self, PyObject *error) {
+    self->failed = 1;
     if (PyErr_GivenExceptionMatches(error, cancelled_error)) answer_all(self, AO_STATUS_CANCELLED, NULL, 0);
     PyObject *ignored = PyObject_CallMethodObjArgs(self->channel->owner, s_failed, (PyObject *)self, error, NULL);
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
     Py_XDECREF(ignored);
     int status = ignored ? 0 : -1;
     answer_all(self, AO_STATUS_ERROR, NULL, AO_CODE_RAISED); /* unless failed() has answered */
     return ao_request_close(self) < 0 ? -1 : status;
+}
+
+int ao_request_fail(AoRequest *self) {
+    PyObject *error = take_exception();
+    int status = fail(self, error);
+    Py_DECREF(error);
+    return status;
 }
 
 /* An array of just what the reply takes needs no look of Python's; 1: it is none. */
@@ -130,7 +158,7 @@ static int complete_batch(AoRequest *self, PyObject *result) {
     return fits ? ao_request_close(self) : 1;
 }
 
-/* `result` is what the handler returned; steals nothing. */
+/* The handler has returned `result`. */
 static int complete(AoRequest *self, PyObject *result) {
     unsigned char plain[8];
     if (self->handler->reply_nbytes == 0 && result == Py_None) {
@@ -165,20 +193,115 @@ static int complete(AoRequest *self, PyObject *result) {
     return status;
 }
 
-static int finish_task(AoRequest *self, PyObject *task) {
-    PyObject *result = PyObject_CallMethodNoArgs(task, s_result);
-    if (!result) return ao_request_fail(self);
-    int status = complete(self, result);
-    Py_DECREF(result);
+/* ---- what the task runs ---- */
+
+/* Those end the task as well, and all but the first the loop; other exceptions are the launch's affair alone. */
+static int ends_task(PyObject *error) {
+    return PyErr_GivenExceptionMatches(error, cancelled_error) || PyErr_GivenExceptionMatches(error, PyExc_KeyboardInterrupt) ||
+           PyErr_GivenExceptionMatches(error, PyExc_SystemExit);
+}
+
+/* Somebody has to look at the exception that a task ends with, or it is reported as one that nobody did. */
+static int look_at_end(PyObject *task) {
+    PyObject *ignored = PyObject_CallMethodOneArg(task, s_add_done_callback, look);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
+}
+
+/* The end of a step in which nobody waits for the handler. -1: the current exception is the task's end. */
+static int end_step(AoRequest *self, PyObject *outcome, int raised) {
+    if (!raised) return complete(self, outcome);
+    PyObject *task = ends_task(outcome) ? Py_XNewRef(self->task) : NULL;
+    int status = fail(self, outcome);
+    if (status == 0 && task) {
+        status = PyErr_GivenExceptionMatches(outcome, cancelled_error) ? 0 : look_at_end(task);
+        if (status == 0) PyErr_SetObject((PyObject *)Py_TYPE(outcome), outcome);
+        status = -1;
+    }
+    Py_XDECREF(task);
     return status;
 }
 
-/* request(task): the task's done callback. */
-static PyObject *request_call(AoRequest *self, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *task;
-    if (!PyArg_ParseTuple(args, "O:Request", &task)) return NULL;
-    if (finish_task(self, task) < 0) return NULL;
-    Py_RETURN_NONE;
+/* What a step of the handler has come to, as a step of its task. In the first one, of which ao_request_start() waits
+ * for the end, the outcome is left to that: the task is then no longer the current one. */
+static PySendResult pass_on(AoRequest *self, PySendResult step, PyObject **result) {
+    if (step == PYGEN_NEXT) return step;
+    Py_CLEAR(self->coroutine);
+    int raised = step == PYGEN_ERROR, status = 0;
+    PyObject *outcome = raised ? take_exception() : *result;
+    if (self->running) {
+        self->outcome = Py_NewRef(outcome);
+        self->raised = (char)raised;
+    } else {
+        status = end_step(self, outcome, raised);
+    }
+    Py_DECREF(outcome);
+    *result = status < 0 ? NULL : Py_NewRef(Py_None);
+    return status < 0 ? PYGEN_ERROR : PYGEN_RETURN;
+}
+
+static int is_running(AoRequest *self) {
+    if (self->coroutine) return 1;
+    PyErr_SetString(PyExc_RuntimeError, "the handler of this request is over");
+    return 0;
+}
+
+static PySendResult request_am_send(AoRequest *self, PyObject *value, PyObject **result) {
+    *result = NULL;
+    if (!is_running(self)) return PYGEN_ERROR;
+    PyObject *coroutine = Py_NewRef(self->coroutine);
+    PySendResult step = pass_on(self, PyIter_Send(coroutine, value, result), result);
+    Py_DECREF(coroutine);
+    return step;
+}
+
+/* The result of a step as send() and throw() give it. */
+static PyObject *as_call(PySendResult step, PyObject *result) {
+    if (step != PYGEN_RETURN) return result;
+    Py_XDECREF(result);
+    PyErr_SetNone(PyExc_StopIteration);
+    return NULL;
+}
+
+static PyObject *request_send(AoRequest *self, PyObject *value) {
+    PyObject *result;
+    PySendResult step = request_am_send(self, value, &result);
+    return as_call(step, result);
+}
+
+static PyObject *request_throw(AoRequest *self, PyObject *args) {
+    if (!is_running(self)) return NULL;
+    PyObject *coroutine = Py_NewRef(self->coroutine), *throw = PyObject_GetAttr(coroutine, s_throw);
+    PyObject *result = throw ? PyObject_Call(throw, args, NULL) : NULL;
+    Py_XDECREF(throw);
+    PySendResult step = result ? PYGEN_NEXT : PYGEN_ERROR;
+    if (!result && PyErr_ExceptionMatches(PyExc_StopIteration)) {
+        PyObject *stop = take_exception();
+        result = PyObject_GetAttrString(stop, "value");
+        Py_DECREF(stop);
+        if (result) step = PYGEN_RETURN;
+    }
+    step = pass_on(self, step, &result);
+    Py_DECREF(coroutine);
+    return as_call(step, result);
+}
+
+/* close(): the handler is given up, and nobody is answered: its task is collected with the loop. */
+static PyObject *request_close(AoRequest *self, PyObject *Py_UNUSED(ignored)) {
+    if (!self->coroutine) Py_RETURN_NONE;
+    PyObject *coroutine = self->coroutine;
+    self->coroutine = NULL;
+    PyObject *ignored = PyObject_CallMethodNoArgs(coroutine, s_close);
+    Py_DECREF(coroutine);
+    return ignored;
+}
+
+/* What debuggers and the texts of tasks ask a coroutine for is the handler's. */
+static PyObject *request_of_coroutine(AoRequest *self, void *name) {
+    if (self->coroutine) return PyObject_GetAttrString(self->coroutine, name);
+    if (strcmp(name, "cr_running") == 0) Py_RETURN_FALSE;
+    if (strncmp(name, "cr_", 3) == 0) Py_RETURN_NONE;
+    return PyObject_GetAttrString(self->handler->callable, name);
 }
 
 /* ---- the start of a handler ---- */
@@ -197,15 +320,15 @@ static PyObject *make_context(AoRequest *self) {
     return context;
 }
 
-static PyObject *make_task(AoRequest *self, PyObject *coroutine) {
+static PyObject *make_task(AoRequest *self) {
     AoChannel *channel = self->channel;
     PyObject *context = make_context(self), *task = NULL;
     if (!context) return NULL;
 #if PY_VERSION_HEX >= 0x030C0000
-    PyObject *args[] = {coroutine, channel->loop, context, Py_True};
+    PyObject *args[] = {(PyObject *)self, channel->loop, context, Py_True};
     task = PyObject_Vectorcall(task_type, args, 1, task_names);
 #else
-    PyObject *args[] = {channel->loop, coroutine, context};
+    PyObject *args[] = {channel->loop, (PyObject *)self, context};
     task = PyObject_VectorcallMethod(s_create_task, args, 2, task_names);
 #endif
     Py_DECREF(context);
@@ -223,32 +346,52 @@ static int is_unwanted(const AoRequest *self) {
 /* Its handler has suspended: its launches have to know it, to be able to stop it. */
 static int await_task(AoRequest *self, PyObject *task) {
     self->channel->suspended++;
+    self->listed = 1;
     for (uint32_t i = 0; i < self->count; i++)
-        if (PySet_Add(self->entries[i].caller->requests, (PyObject *)self) < 0) return -1;
+        if (starts_run(self, i) && PySet_Add(self->entries[i].caller->requests, (PyObject *)self) < 0) return -1;
     Py_XSETREF(self->task, Py_NewRef(task));
-    PyObject *ignored = PyObject_CallMethodOneArg(task, s_add_done_callback, (PyObject *)self);
-    Py_XDECREF(ignored);
-    return ignored ? 0 : -1;
+    return 0;
+}
+
+/* As a task checks what it is given. */
+static int check_coroutine(PyObject *coroutine) {
+    if (PyCoro_CheckExact(coroutine)) return 0;
+    int is_one = PyObject_IsInstance(coroutine, coroutine_type);
+    if (is_one == 0) PyErr_Format(PyExc_TypeError, "a coroutine was expected, got %R", coroutine);
+    return is_one > 0 ? 0 : -1;
 }
 
 int ao_request_start(AoRequest *self, PyObject *coroutine) {
     if (self->channel->on_served) self->began_ns = ao_now_ns();
     if (!coroutine) return ao_request_fail(self);
-    int wanted = !is_unwanted(self);
-    self->running = 1;
-    PyObject *task = make_task(self, coroutine);
-    self->running = 0;
-    Py_DECREF(coroutine);
-    if (!task) return ao_request_fail(self);
-    PyObject *done = PyObject_CallMethodNoArgs(task, s_done);
-    int status = !done ? -1 : done == Py_True ? finish_task(self, task) : await_task(self, task);
-    /* Stopped in its first step, when nobody could see its task yet. */
-    if (status == 0 && done == Py_False && wanted && is_unwanted(self)) {
-        PyObject *ignored = PyObject_CallMethodNoArgs(task, s_cancel);
-        Py_XDECREF(ignored);
-        status = ignored ? 0 : -1;
+    if (check_coroutine(coroutine) < 0) {
+        Py_DECREF(coroutine);
+        return ao_request_fail(self);
     }
-    Py_XDECREF(done);
+    int wanted = !is_unwanted(self);
+    self->coroutine = coroutine;
+    self->running = 1;
+    PyObject *task = make_task(self);
+    self->running = 0;
+    if (!task) {
+        Py_CLEAR(self->coroutine);
+        return ao_request_fail(self);
+    }
+    int status;
+    if (self->outcome) {
+        PyObject *outcome = self->outcome;
+        self->outcome = NULL;
+        status = self->raised ? fail(self, outcome) : complete(self, outcome);
+        Py_DECREF(outcome);
+    } else {
+        status = await_task(self, task);
+        /* Stopped in its first step, when nobody could see its task yet. */
+        if (status == 0 && wanted && is_unwanted(self)) {
+            PyObject *ignored = PyObject_CallMethodNoArgs(task, s_cancel);
+            Py_XDECREF(ignored);
+            status = ignored ? 0 : -1;
+        }
+    }
     Py_DECREF(task);
     return status;
 }
@@ -309,7 +452,7 @@ static int add_rows(AoRequest *self, uint32_t rows, const unsigned char *data) {
         if (PyByteArray_Resize(self->data, (Py_ssize_t)(capacity * width)) < 0) return -1;
         self->row_capacity = capacity;
     }
-    memcpy(PyByteArray_AS_STRING(self->data) + self->rows * width, data, rows * width);
+    copy_few(PyByteArray_AS_STRING(self->data) + self->rows * width, data, rows * width);
     return 0;
 }
 
@@ -317,23 +460,30 @@ int ao_request_seal(AoRequest *self) {
     return self->data ? PyByteArray_Resize(self->data, (Py_ssize_t)((size_t)self->rows * self->handler->nbytes)) : 0;
 }
 
-int ao_request_add(AoRequest *self, const AoEntry *entry, const unsigned char *data) {
-    if (self->count == self->capacity) {
-        uint32_t capacity = self->capacity == 1 ? 64 : 4 * self->capacity;
-        AoEntry *entries = PyMem_Malloc(capacity * sizeof *entries);
-        if (!entries) return PyErr_NoMemory(), -1;
-        memcpy(entries, self->entries, self->count * sizeof *entries);
-        if (self->entries != &self->first) PyMem_Free(self->entries);
-        self->entries = entries;
-        self->capacity = capacity;
-    }
-    if (data && add_rows(self, entry->rows, data) < 0) return -1;
-    self->entries[self->count] = *entry;
-    if (entry->cell != AO_NO_CELL) self->channel->awaited[entry->cell / 32] |= 1u << entry->cell % 32;
-    Py_INCREF(entry->caller);
-    entry->caller->active++;
-    self->count++;
-    self->rows += entry->rows;
+static int grow_entries(AoRequest *self) {
+    uint32_t capacity = self->capacity == 1 ? 64 : 4 * self->capacity;
+    AoEntry *entries = PyMem_Malloc(capacity * sizeof *entries);
+    if (!entries) return PyErr_NoMemory(), -1;
+    memcpy(entries, self->entries, self->count * sizeof *entries);
+    if (self->entries != &self->first) PyMem_Free(self->entries);
+    self->entries = entries;
+    self->capacity = capacity;
+    return 0;
+}
+
+int ao_request_add(AoRequest *self, AoCaller *caller, uint64_t ticket, unsigned cell, unsigned rows, const unsigned char *data) {
+    if (self->count == self->capacity && grow_entries(self) < 0) return -1;
+    if (data && add_rows(self, rows, data) < 0) return -1;
+    AoEntry *entry = &self->entries[self->count];
+    entry->ticket = ticket;
+    entry->caller = caller;
+    entry->cell = cell;
+    entry->rows = (uint16_t)rows;
+    entry->open = 1;
+    if (cell != AO_NO_CELL) self->channel->awaited[cell / 32] |= 1u << cell % 32;
+    if (starts_run(self, self->count++)) Py_INCREF(caller);
+    caller->active++;
+    self->rows += rows;
     return 0;
 }
 
@@ -341,15 +491,21 @@ static int request_traverse(AoRequest *self, visitproc visit, void *arg) {
     Py_VISIT(self->channel);
     Py_VISIT(self->handler);
     Py_VISIT(self->task);
-    for (uint32_t i = 0; i < self->count; i++) Py_VISIT(self->entries[i].caller);
+    Py_VISIT(self->coroutine);
+    Py_VISIT(self->outcome);
+    for (uint32_t i = 0; i < self->count; i++)
+        if (starts_run(self, i)) Py_VISIT(self->entries[i].caller);
     return 0;
 }
 
 static int request_clear(AoRequest *self) {
     Py_CLEAR(self->task);
+    Py_CLEAR(self->coroutine);
+    Py_CLEAR(self->outcome);
     uint32_t count = self->count;
     self->count = 0;
-    for (uint32_t i = 0; i < count; i++) Py_DECREF(self->entries[i].caller);
+    for (uint32_t i = 0; i < count; i++)
+        if (starts_run(self, i)) Py_DECREF(self->entries[i].caller);
     return 0;
 }
 
@@ -367,6 +523,9 @@ static PyMethodDef request_methods[] = {
     {"start", (PyCFunction)request_start, METH_O, "Run a coroutine whose result is the reply."},
     {"end", (PyCFunction)request_end, METH_VARARGS, "Answer what is open without a result."},
     {"drop", (PyCFunction)request_drop, METH_O, "Answer CANCELLED to one launch; whether others remain."},
+    {"send", (PyCFunction)request_send, METH_O, "Let its handler go on, for the task that runs it."},
+    {"throw", (PyCFunction)request_throw, METH_VARARGS, "Raise something in its handler, for the task that runs it."},
+    {"close", (PyCFunction)request_close, METH_NOARGS, "Give its handler up, for the task that runs it."},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef request_members[] = {
@@ -380,8 +539,17 @@ static PyMemberDef request_members[] = {
 };
 static PyGetSetDef request_getset[] = {
     {"callers", (getter)request_callers, NULL, "The launches it comes from, each once.", NULL},
+    {"__name__", (getter)request_of_coroutine, NULL, NULL, "__name__"},
+    {"__qualname__", (getter)request_of_coroutine, NULL, NULL, "__qualname__"},
+    {"cr_await", (getter)request_of_coroutine, NULL, NULL, "cr_await"},
+    {"cr_code", (getter)request_of_coroutine, NULL, NULL, "cr_code"},
+    {"cr_frame", (getter)request_of_coroutine, NULL, NULL, "cr_frame"},
+    {"cr_origin", (getter)request_of_coroutine, NULL, NULL, "cr_origin"},
+    {"cr_running", (getter)request_of_coroutine, NULL, NULL, "cr_running"},
     {NULL, NULL, NULL, NULL, NULL},
 };
+/* With send(), throw() and close() it is a collections.abc.Coroutine, which is what a task runs. */
+static PyAsyncMethods request_as_async = {.am_await = PyObject_SelfIter, .am_send = (sendfunc)request_am_send};
 PyTypeObject AoRequest_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "aiooffload._native._core.Request",
     .tp_doc = "One request, or a batch of them.",
@@ -390,7 +558,7 @@ PyTypeObject AoRequest_Type = {
     .tp_dealloc = (destructor)request_dealloc,
     .tp_traverse = (traverseproc)request_traverse,
     .tp_clear = (inquiry)request_clear,
-    .tp_call = (ternaryfunc)request_call,
+    .tp_as_async = &request_as_async,
     .tp_methods = request_methods,
     .tp_members = request_members,
     .tp_getset = request_getset,

@@ -158,11 +158,12 @@ constexpr u64 BELL_NS = 6000;         // a hot host has answered by then; otherw
 constexpr u64 PATIENT_NS = 20000000;  // a wait looks at its launch's cancel word this often: each look crosses the bus
 constexpr u64 REFRESH_NS = 1000;      // the tail is read from the host this often, by one thread at a time
 constexpr u64 ABORT_NS = 10000000;
+constexpr u64 YOUNG_NS = 16000;       // a reply that comes soon is looked for more often
 constexpr unsigned MAX_SLEEP_NS = 32000;
 constexpr u64 CROWD_NS = 4000;        // where thousands compete for room, nobody tries at once again
 
-// The clock of one wait. Each sleep is an eighth of the time waited so far, so that waiting costs the
-// waiter an eighth at most and the bus, which every look at host memory crosses, as little as can be.
+// The clock of one wait. Each sleep is a sixteenth or an eighth of the time waited so far, so that waiting costs the
+// waiter that much at most and the bus, which every look at host memory crosses, as little as can be.
 struct Wait {
     u64 start, patience;
     __device__ Wait() : start(clock_ns()), patience(PATIENT_NS) {}
@@ -173,7 +174,7 @@ struct Wait {
         return true;
     }
     __device__ static void sleep(u64 elapsed_ns) {
-        u64 ns = elapsed_ns / 8;
+        u64 ns = elapsed_ns / (elapsed_ns < YOUNG_NS ? 16 : 8);
         __nanosleep(ns < 40 ? 40 : ns > MAX_SLEEP_NS ? MAX_SLEEP_NS : static_cast<unsigned>(ns));
     }
 };

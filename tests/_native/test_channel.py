@@ -428,6 +428,96 @@ async def test_a_handler_that_waits_replies_later(host: Host) -> None:
     assert not caller.requests
 
 
+@pytest.mark.all_loops
+async def test_a_reply_goes_out_with_the_handlers_last_step(host: Host) -> None:
+    """When a handler that has suspended ends, its reply is written in that turn of the loop, not in the next."""
+    caller = host.attach()
+    ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def handler() -> int:
+        return await ready
+
+    host.add(1, handler, "", "q", kind=Kind.INT)
+    ticket = host.send(1, cell=0)
+    host.drain()
+    await until(lambda: caller.requests)
+    await asyncio.sleep(0)  # where tasks do not start at once, it is only now that it waits
+    await asyncio.sleep(0)
+    ready.set_result(7)
+    await asyncio.sleep(0)
+    assert host.reply(0, ticket) == Answer(Status.OK, Kind.INT, struct.pack("q", 7))
+    assert not caller.requests
+
+
+@pytest.mark.all_loops
+async def test_a_task_shows_its_handler(host: Host) -> None:
+    """What shows tasks, such as a debugger, sees the handler and where it waits, and afterwards its name."""
+    caller = host.attach()
+    gate = asyncio.Event()
+
+    async def patient() -> None:
+        await gate.wait()
+
+    host.add(1, patient)
+    host.send(1)
+    host.drain()
+    await until(lambda: caller.requests)
+    await asyncio.sleep(0)
+    (request,) = caller.requests
+    task = request.task
+    assert asyncio.iscoroutine(request)
+    assert "patient()" in repr(task)
+    assert "test_channel.py" in repr(task)
+    assert task.get_coro().cr_code is patient.__code__
+    assert task.get_coro().cr_running is False
+    (frame,) = task.get_stack()
+    assert frame.f_code is patient.__code__
+    assert task.get_coro().cr_await is not None
+    gate.set()
+    await host.settle()
+    assert "patient" in repr(task)
+    assert (request.cr_frame, request.cr_await, request.cr_running) == (None, None, False)
+
+
+@pytest.mark.parametrize("by", ["send", "throw", "close"])
+async def test_a_request_is_a_coroutine(host: Host, by: str) -> None:
+    """What its task can do with it, others can: let its handler go on, raise something there, or give it up."""
+    caller = host.attach()
+    ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    ends: list[str] = []
+
+    async def handler() -> int:
+        try:
+            return await ready
+        except LookupError:
+            ends.append("raised")
+            return 8
+        except GeneratorExit:
+            ends.append("given up")
+            raise
+
+    host.add(1, handler, "", "q", kind=Kind.INT)
+    ticket = host.send(1, cell=0)
+    host.drain()
+    await asyncio.sleep(0)
+    (request,) = caller.requests
+    task = request.task
+    ready.set_result(7)
+    if by == "close":
+        assert request.close() is None
+        request.close()  # there is nothing left to give up
+    else:
+        with pytest.raises(StopIteration) as stop:
+            request.send(None) if by == "send" else request.throw(LookupError())
+        assert stop.value.value is None
+    expected = {"send": (7, []), "throw": (8, ["raised"]), "close": (None, ["given up"])}[by]
+    reply = host.reply(0, ticket)
+    assert (reply and int.from_bytes(reply.body, "little"), ends) == expected
+    await asyncio.wait([task])
+    assert isinstance(task.exception(), RuntimeError)  # its handler was taken out of its hands
+    assert caller.active == (by == "close")
+
+
 async def test_handlers_interleave(host: Host) -> None:
     """Suspended handlers do not hold up those behind them, and reply in the order in which they end."""
     caller = host.attach()
