@@ -294,7 +294,7 @@ class Offload:
             Dynamic shared memory per block; above 48 KiB the kernel is opted in by itself.
         after
             Operations and awaitables that have to be done first. If one fails before this launch
-            has started, it fails with DependencyError.
+            has started, it fails with DependencyError. A coroutine is run as a task, and cancelled with the launch.
         lane
             The lane to use, one of ``off.lanes``; by default the one its buffers were last used
             on, or the least busy one.

@@ -113,6 +113,31 @@ async def test_work_that_is_cancelled_wakes_its_waiters(device_label: str) -> No
         assert not op.cancel()
 
 
+async def test_coroutine_that_work_comes_after(device_label: str) -> None:
+    """What an operation comes after is kept alive by it; a coroutine that was handed over is cancelled with it."""
+    async with rig(device_label) as r:
+        seen: list[str] = []
+
+        async def forever() -> None:
+            try:
+                await asyncio.Event().wait()  # which nobody but its waiter has
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+                raise
+
+        mine = asyncio.create_task(forever())
+        ops = [r.launch(nothing, after=[awaitable]) for awaitable in (forever(), mine)]
+        await turns(2)
+        gc.collect()
+        assert [op.done() for op in ops] == [False, False]
+        for op in ops:
+            op.cancel()
+        await turns(4)
+        assert (seen, mine.done()) == (["cancelled"], False)
+        mine.cancel()
+        await asyncio.wait([mine])
+
+
 async def test_result_and_exception(device_label: str) -> None:
     """result() and exception() raise until it is done, then give the value or the failure."""
     async with rig(device_label) as r:

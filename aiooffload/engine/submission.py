@@ -496,6 +496,9 @@ class Submission:
             self._lanes.stop(operation, dependency_error(f"{what} that {operation.name} came after", cause))
 
         future.add_done_callback(over)
+        operation.keep = (operation.keep, future)  # a loop has only weak references to tasks
+        if asyncio.iscoroutine(awaitable):  # it was handed over, so nobody else can end it
+            operation.add_done_callback(lambda _: future.cancel())
 
     def _expire_after(self, operation: Operation[Any], timeout_s: float) -> None:
         handle = self._loop.call_later(

@@ -278,7 +278,7 @@ class DeviceProcess:
         began = time.perf_counter()
         answer: tuple[dict[str, Any], Sequence[Data]]
         try:
-            answer = await self._result(endpoint, message, data)
+            answer = await self._result(endpoint, message, data, operations)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             asked = task is not None and task.cancelling()  # if not, the handler met the end of something else
@@ -298,9 +298,10 @@ class DeviceProcess:
         self._link.send(head, [bytes(one) for one in outputs])
 
     async def _result(
-        self, endpoint: Endpoint, message: dict[str, Any], data: memoryview
+        self, endpoint: Endpoint, message: dict[str, Any], data: memoryview, operations: list[Operation[Any]]
     ) -> tuple[dict[str, Any], Sequence[Data]]:
         shapes, outputs = await endpoint.call_with_data(self._off, message["shapes"], frames.cut(message, data))
+        _raise_unseen(operations)
         return {"kind": "result", "shapes": shapes}, outputs
 
     def _failure(self, endpoint: Endpoint, error: Exception | asyncio.CancelledError) -> dict[str, Any]:
@@ -366,6 +367,14 @@ async def _first_of(*events: asyncio.Event) -> None:
 def _text(error: Exception) -> str:
     """Return what an exception says, as UTF-8 can have it: the name of a file, for one, may not be."""
     return str(error).encode(errors="backslashreplace").decode()
+
+
+def _raise_unseen(operations: list[Operation[Any]]) -> None:
+    """Raise the failure of a call's operation that its handler has not looked at: it may have read stale data."""
+    for operation in operations:
+        if operation.failure is not None and operation.finished and not operation.looked:
+            with suppress(asyncio.CancelledError):  # it was the handler itself that gave it up
+                operation.result()
 
 
 def _device_s(operations: list[Operation[Any]]) -> float:

@@ -65,7 +65,8 @@ class Slot:
             # One that could not even start is not tried again at once: it may be the last thing the worker does.
             delay = backoff_s(max(2, self._short_lives) if self.start_failures else self._short_lives)
             if delay and not self._stopping.is_set():
-                log.warning("waiting before the next start", device=self.device, seconds=delay)
+                if self.generation > 1:  # a worker of which no first start succeeds ends
+                    log.warning("waiting before the next start", device=self.device, seconds=delay)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
         if self._spare is not None:

@@ -160,6 +160,38 @@ async def test_bound_launch_belongs_to_the_call_that_makes_it() -> None:
             await operation
 
 
+@pytest.mark.parametrize("handled", [False, True])
+async def test_failure_that_the_handler_did_not_see(handled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result from behind a launch that failed is no answer, unless the handler knows of the failure."""
+    monkeypatch.setattr("aiooffload.service.device.log", Mock())
+    app = ao.App()
+
+    @ao.kernel
+    def fails(launch: Any, y: ao.Out[np.int32]) -> None:
+        raise LookupError("not in the table")
+
+    @app.endpoint("lookup", inputs=sample_app.NUMBER, outputs=sample_app.COUNT)
+    async def lookup(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        y = await off.put(x)
+        launched = off.launch(fails, grid=1, block=1, args=(y,))
+        other = off.zeros(1, np.int32)
+        off.launch(fails, grid=1, block=1, args=(other,), after=[asyncio.Event().wait()])  # ends with the call
+        found = await off.get(y)
+        if handled:
+            with pytest.raises(ao.LaunchError):
+                await launched
+        return {"count": found}
+
+    async with device_of(app) as (front, _):
+        front.call(1, "lookup", 7)
+        if handled:
+            assert (await front.heard("result", call=1))["data"] == [np.int32(7).tobytes()]
+            return
+        answer = await front.heard("error", call=1)
+        assert answer["status"] == 500
+        assert "LaunchError: kernel fails raised LookupError" in answer["text"]
+
+
 async def test_call_that_is_cancelled_before_it_began() -> None:
     """A call and its end that arrive together, as from a client that goes away at once, have an answer, too."""
     async with device_of() as (front, _):
