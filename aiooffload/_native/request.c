@@ -269,6 +269,13 @@ static PyObject *request_send(AoRequest *self, PyObject *value) {
     return as_call(step, result);
 }
 
+static PyObject *request_iternext(AoRequest *self) {
+    PyObject *result;
+    PySendResult step = request_am_send(self, Py_None, &result);
+    if (step == PYGEN_RETURN) Py_CLEAR(result); /* None, which no exception stands for as well */
+    return result;
+}
+
 static PyObject *request_throw(AoRequest *self, PyObject *args) {
     if (!is_running(self)) return NULL;
     PyObject *coroutine = Py_NewRef(self->coroutine), *throw = PyObject_GetAttr(coroutine, s_throw);
@@ -559,6 +566,8 @@ PyTypeObject AoRequest_Type = {
     .tp_traverse = (traverseproc)request_traverse,
     .tp_clear = (inquiry)request_clear,
     .tp_as_async = &request_as_async,
+    .tp_iter = PyObject_SelfIter,
+    .tp_iternext = (iternextfunc)request_iternext,
     .tp_methods = request_methods,
     .tp_members = request_members,
     .tp_getset = request_getset,

@@ -479,7 +479,30 @@ async def test_a_task_shows_its_handler(host: Host) -> None:
     assert (request.cr_frame, request.cr_await, request.cr_running) == (None, None, False)
 
 
-@pytest.mark.parametrize("by", ["send", "throw", "close"])
+async def test_a_task_factory_that_wraps(host: Host) -> None:
+    """A task factory may run what it is given inside a coroutine of its own, as tracers do."""
+    host.attach()
+    loop = asyncio.get_running_loop()
+    wrapped: list[object] = []
+
+    async def wrapper(coroutine: Any) -> Any:
+        wrapped.append(coroutine)
+        return await coroutine
+
+    async def handler(number: int) -> int:
+        await asyncio.sleep(0)
+        return number + 1
+
+    loop.set_task_factory(lambda loop, coroutine, **options: asyncio.Task(wrapper(coroutine), loop=loop, **options))
+    host.add(1, handler, "i", "i", kind=Kind.INT)
+    ticket = host.send(1, struct.pack("i", 4), cell=0)
+    host.drain()
+    await host.settle()
+    assert host.reply(0, ticket) == Answer(Status.OK, Kind.INT, struct.pack("i", 5))
+    assert len(wrapped) == (not EAGER)  # eager tasks are made without the factory
+
+
+@pytest.mark.parametrize("by", ["send", "next", "await", "throw", "close"])
 async def test_a_request_is_a_coroutine(host: Host, by: str) -> None:
     """What its task can do with it, others can: let its handler go on, raise something there, or give it up."""
     caller = host.attach()
@@ -503,14 +526,24 @@ async def test_a_request_is_a_coroutine(host: Host, by: str) -> None:
     (request,) = caller.requests
     task = request.task
     ready.set_result(7)
+
+    async def wait() -> None:
+        await request
+
+    drive: dict[str, Callable[[], object]] = {
+        "send": lambda: request.send(None),
+        "next": lambda: next(request),
+        "await": lambda: wait().send(None),
+        "throw": lambda: request.throw(LookupError()),
+    }
     if by == "close":
         assert request.close() is None
         request.close()  # there is nothing left to give up
     else:
         with pytest.raises(StopIteration) as stop:
-            request.send(None) if by == "send" else request.throw(LookupError())
+            drive[by]()
         assert stop.value.value is None
-    expected = {"send": (7, []), "throw": (8, ["raised"]), "close": (None, ["given up"])}[by]
+    expected = {"throw": (8, ["raised"]), "close": (None, ["given up"])}.get(by, (7, []))
     reply = host.reply(0, ticket)
     assert (reply and int.from_bytes(reply.body, "little"), ends) == expected
     await asyncio.wait([task])
