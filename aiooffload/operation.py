@@ -60,6 +60,9 @@ class OperationOwner(Protocol):
     def want_mark(self, operation: Operation[Any]) -> None:
         """Somebody waits for ``operation``, which is coarse."""
 
+    def check_wait(self, operation: Operation[Any]) -> None:
+        """Raise UsageError if the running host function must not wait for ``operation``."""
+
     def fail_dependent(self, operation: Operation[Any]) -> None:
         """Fail ``operation``, whose mark arrived although something it came after has failed."""
 

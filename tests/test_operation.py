@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,8 @@ async def test_coroutine_that_work_comes_after(device_label: str) -> None:
                 raise
 
         mine = asyncio.create_task(forever())
-        ops = [r.launch(nothing, after=[awaitable]) for awaitable in (forever(), mine)]
+        ops = [r.launch(nothing, after=[awaitable], coarse=True) for awaitable in (forever(), mine)]
+        assert [op.coarse for op in ops] == [True, True]
         await turns(2)
         gc.collect()
         assert [op.done() for op in ops] == [False, False]
@@ -136,6 +138,28 @@ async def test_coroutine_that_work_comes_after(device_label: str) -> None:
         assert (seen, mine.done()) == (["cancelled"], False)
         mine.cancel()
         await asyncio.wait([mine])
+
+
+async def test_context_of_who_submits(device_label: str) -> None:
+    """What a task has in its context goes with the task, although what it has submitted runs on."""
+    async with rig(device_label) as r:
+        large: contextvars.ContextVar[object] = contextvars.ContextVar("large")
+        gone: list[weakref.ref[object]] = []
+
+        class Large:
+            pass
+
+        async def submits() -> None:
+            value = Large()
+            gone.append(weakref.ref(value))
+            large.set(value)
+            await r.hold()
+
+        await asyncio.create_task(submits())
+        await turns(3)
+        gc.collect()
+        assert gone[0]() is None
+        assert not r.holds[0].done()
 
 
 async def test_result_and_exception(device_label: str) -> None:

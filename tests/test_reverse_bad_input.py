@@ -552,6 +552,8 @@ async def test_answer_after_the_deadline(device_label: str) -> None:
         @r.off.host_function
         async def f(x: int) -> int:
             if x < 1000:
+                with contextlib.suppress(asyncio.CancelledError):  # it is not in a hurry
+                    await asyncio.Event().wait()
                 await let_go.wait()
             return x
 
@@ -559,6 +561,7 @@ async def test_answer_after_the_deadline(device_label: str) -> None:
         op = r.launch(ask, 1, value, report)
         await until(lambda: r.off.stats()["calls"]["open"])
         await until(lambda: not r.off.stats()["calls"]["resident"])
+        await turns(3)
         assert not op.done()
         let_go.set()
         cause = failed(await end_of(op), Code.NO_ANSWER, "'f'", "within its deadline")
@@ -566,6 +569,26 @@ async def test_answer_after_the_deadline(device_label: str) -> None:
         assert await r.values(report) == [TIMEOUT, 0]
         for y in range(1000, 1005):
             assert await r.asked(ask, y) == ([OK, 0], y, None)
+
+
+async def test_host_function_that_never_returns(device_label: str) -> None:
+    """Once a kernel that has given up waiting is over, what it called is cancelled: the launch ends all the same."""
+    async with calling_rig(device_label, call_timeout_s=0.2) as r:
+        ended: list[str] = []
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("f")
+            return x
+
+        value, report = r.array(1), r.array(2, np.int32)
+        cause = failed(await end_of(r.launch(ask, 1, value, report)), Code.NO_ANSWER, "'f'", "within its deadline")
+        assert isinstance(cause, ao.OffloadTimeout)
+        assert await r.values(report) == [TIMEOUT, 0]
+        assert ended == ["f"]
 
 
 @pytest.mark.allows_blocking("that is the test")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,7 @@ import pytest
 
 import aiooffload as ao
 from aiooffload.drivers.cuda.compiler import compile_source
+from aiooffload.engine.reverse import CallingLaunch
 from aiooffload.errors import CompileError
 from tests.kernels import add, hold, nothing, turns, until
 from tests.reverse_kernels import (
@@ -1417,7 +1419,19 @@ FORBIDDEN: dict[str, Callable[[CallingRig, ao.Buffer], Any]] = {
     "launch": lambda r, buffer: r.launch(silent, buffer),
     "launch of what is not loaded": lambda r, buffer: r.launch(ao.Kernel("nothing", host=nothing.host_function)),
     "after": lambda r, buffer: r.launch(nothing, after=[ao.current_call().operation]),  # type: ignore[union-attr]
+    "await": lambda r, buffer: mine().wait(),
+    "await in a task": lambda r, buffer: asyncio.gather(mine()),
+    "await what comes after it": lambda r, buffer: later.get()[0].wait(),
 }
+later: contextvars.ContextVar[list[ao.Operation[None]]] = contextvars.ContextVar("later")
+"""What comes after the launch."""
+
+
+def mine() -> ao.Operation[None]:
+    """The launch that the running host function serves."""
+    call = ao.current_call()
+    assert call is not None
+    return call.operation
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
@@ -1445,12 +1459,70 @@ async def test_what_would_wait_for_the_launch(device_label: str, what: str) -> N
             return x
 
         value = r.array(1)
-        await r.launch(ask, 6, value, report)
+        behind: list[ao.Operation[None]] = []
+        later.set(behind)
+        op = r.launch(ask, 6, value, report)
+        behind.append(r.launch(nothing, after=[op]))
+        await op
+        await behind[0]
         assert len(refused) == 2
         assert all("host function" in text for text in refused)
         assert submitted == []  # refused, not taken to fail later
         assert await r.values(value) == [6]
         assert await r.values(report) == [OK, 0]
+
+
+async def test_what_comes_after_a_launch_is_not_its_handlers_affair(r: CallingRig) -> None:
+    """Work behind a launch of which a handler ended last is put together outside of that handler and its context."""
+    started, go_on = asyncio.Event(), asyncio.Event()
+    seen: list[object] = []
+
+    @r.off.host_function
+    async def f(x: int) -> None:
+        started.set()
+        await go_on.wait()
+
+    def custom(stream: object) -> None:
+        seen.extend([ao.current_call(), asyncio.current_task()])
+        r.launch(nothing)  # in the handler it would be the handler's
+
+    await r.off.load(post_many, nothing)
+    op = r.launch(post_many, 1, r.array(2, np.int32))
+    behind = r.off.custom_operation(custom, after=[op])
+    await started.wait()
+    await until(lambda: not r.off.stats()["calls"]["resident"])
+    go_on.set()
+    await behind
+    assert seen == [None, None]
+
+
+async def test_launches_that_call_for_one_another(r: CallingRig) -> None:
+    """Where each host function has the next launch made, those that are done are not kept by those after them."""
+    await r.off.load(ask)
+    done, rounds = asyncio.Event(), 0
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def one() -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 200:
+            done.set()
+        else:
+            await r.launch(ask, 1, r.array(1), r.array(2, np.int32))
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        task = asyncio.create_task(one())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return x
+
+    await one()
+    await done.wait()
+    await asyncio.gather(*tasks)
+    await r.off.drain()
+    gc.collect()
+    assert sum(type(found) is CallingLaunch for found in gc.get_objects()) < 10
 
 
 async def test_what_would_wait_for_an_outer_launch(r: CallingRig) -> None:

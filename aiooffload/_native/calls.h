@@ -66,6 +66,8 @@ typedef struct AoRequest {
     uint32_t rows, row_capacity; /* data has room for row_capacity of them until the request is sealed */
     int64_t began_ns;         /* when its handler started; 0 if nobody was to be told */
     char running;             /* its handler takes its first step */
+    char stepping;            /* its handler's coroutine runs */
+    char ending;              /* its handler has ended, and its task has not */
     char listed;              /* its launches have it among their requests */
     char raised;              /* whether outcome was raised */
     char failed;              /* its handler raised */
@@ -95,6 +97,7 @@ typedef struct AoChannel {
     unsigned char *shared;    /* valid as long as memory lives */
     PyObject *memory;
     PyObject *loop, *owner;   /* owner: begin, failed, encode, idle, refused */
+    PyObject *context;        /* the one it was made in, for what is none of a handler's affair */
     PyObject *handlers;       /* dict: id -> Handler */
     AoCaller *callers[AO_LAUNCHES]; /* strong; by launch index, NULL: no such launch */
     uint64_t position;        /* tickets read */
@@ -112,7 +115,5 @@ typedef struct AoChannel {
     char busy;                /* a drain is running: what it calls may ask for another */
     char closed;
 } AoChannel;
-
-extern PyObject *ao_calling;
 
 #endif

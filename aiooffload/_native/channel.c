@@ -20,7 +20,7 @@
 #define BITS(word, shift, count) ((word) >> (shift) & ((1ull << (count)) - 1))
 
 static PyObject *s_begin;
-PyObject *ao_calling; /* the context variable that says which request or launch a handler serves */
+PyObject *ao_calling;
 
 static inline const unsigned char *slot_of(const AoChannel *self, uint64_t ticket) {
     return self->shared + AO_RING_OFFSET + ticket % AO_RING_SLOTS * 16;
@@ -76,6 +76,7 @@ static inline void read_descriptor(const AoChannel *self, uint64_t control, Desc
 
 /* Answers without a handler. */
 static void answer(AoChannel *self, AoCaller *caller, const Descriptor *d, uint64_t status, int64_t code) {
+    if (self->closed) return;
     AoEntry entry = {.ticket = d->ticket, .caller = caller, .cell = d->cell, .rows = (uint16_t)d->rows, .open = 1};
     ao_answer(self, &entry, status, AO_KIND_NONE, NULL, 0, code);
     ao_host_notify();
@@ -100,7 +101,8 @@ static int begin_batch(AoChannel *self, AoHandler *handler) {
     AoRequest *request = handler->collecting;
     handler->collecting = NULL;
     int status;
-    if (self->closed) status = ao_request_close(request);
+    if (request->count == 0) status = 0; /* there was no memory for the first */
+    else if (self->closed) status = ao_request_close(request);
     else if (!handler->plain) status = begin(self, request);
     else status = ao_request_seal(request) < 0 ? ao_request_fail(request) : ao_request_start(request, ao_handler_call_batch(handler, request));
     Py_DECREF(request);
@@ -115,6 +117,17 @@ static int collect(AoChannel *self, AoHandler *handler, AoCaller *caller, const 
         if (PyList_Append(collected, (PyObject *)handler) < 0) return -1;
     }
     return ao_request_add(handler->collecting, caller, d->ticket, d->cell, d->rows, data);
+}
+
+static int start(AoChannel *self, AoHandler *handler, AoCaller *caller, const Descriptor *d, const unsigned char *data) {
+    int plain = handler->plain && d->form != AO_FORM_ROWS;
+    AoRequest *request = ao_request_make(self, handler);
+    if (!request) return answer(self, caller, d, AO_STATUS_ERROR, AO_CODE_RAISED), -1;
+    int status = ao_request_add(request, caller, d->ticket, d->cell, d->rows, plain ? NULL : data);
+    if (status < 0) answer(self, caller, d, AO_STATUS_ERROR, AO_CODE_RAISED);
+    else status = plain ? ao_request_start(request, ao_handler_call(handler, data)) : begin(self, request);
+    Py_DECREF(request);
+    return status;
 }
 
 /* Borrowed reference, or NULL with or without an exception. */
@@ -139,16 +152,14 @@ static int serve(AoChannel *self, AoCaller *caller, const Descriptor *d, PyObjec
     if (!handler || d->nbytes != d->rows * handler->nbytes || d->rows * handler->reply_nbytes > AO_PAYLOAD_NBYTES) return refuse(self, caller, d, handler);
     const unsigned char *sent = (const unsigned char *)&d->argument;
     if (d->form > AO_INLINE_NBYTES) sent = self->shared + AO_PAYLOADS_OFFSET + d->ticket % AO_RING_SLOTS * AO_PAYLOAD_NBYTES;
-    if (handler->batch) return collect(self, handler, caller, d, sent, collected);
+    if (handler->batch) {
+        int status = collect(self, handler, caller, d, sent, collected);
+        if (status < 0) answer(self, caller, d, AO_STATUS_ERROR, AO_CODE_RAISED); /* it is in no batch */
+        return status;
+    }
     unsigned char data[AO_PAYLOAD_NBYTES]; /* a copy: what runs below may take long, and the slot is free from now on */
     memcpy(data, sent, d->nbytes);
-    int plain = handler->plain && d->form != AO_FORM_ROWS;
-    AoRequest *request = ao_request_make(self, handler);
-    if (!request) return -1;
-    int status = ao_request_add(request, caller, d->ticket, d->cell, d->rows, plain ? NULL : data);
-    if (status == 0) status = plain ? ao_request_start(request, ao_handler_call(handler, data)) : begin(self, request);
-    Py_DECREF(request);
-    return status;
+    return start(self, handler, caller, d, data);
 }
 
 static void publish(AoChannel *self) {
@@ -188,6 +199,7 @@ static Py_ssize_t drain(AoChannel *self, int64_t until, PyObject *collected) {
         self->position++;
         count++;
         if (caller != self->callers[d.launch]) Py_XSETREF(caller, (AoCaller *)Py_XNewRef(self->callers[d.launch]));
+        if (self->closed) break; /* by what went with the launch before */
         if (caller && d.rows && !is_awaited(self, d.cell)) status = serve(self, caller, &d, collected);
         else self->dropped++;
         /* Not before its payload was copied: with the place another post gets the slot. */
@@ -287,6 +299,7 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->loop = Py_NewRef(loop);
     self->handlers = Py_NewRef(handlers);
     self->owner = Py_NewRef(owner);
+    if (!(self->context = PyContext_CopyCurrent())) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -295,6 +308,7 @@ static int channel_traverse(AoChannel *self, visitproc visit, void *arg) {
     Py_VISIT(self->loop);
     Py_VISIT(self->handlers);
     Py_VISIT(self->owner);
+    Py_VISIT(self->context);
     Py_VISIT(self->last);
     Py_VISIT(self->on_served);
     for (unsigned i = 0; i < AO_LAUNCHES; i++) Py_VISIT(self->callers[i]);
@@ -308,6 +322,7 @@ static int channel_clear(AoChannel *self) {
     Py_CLEAR(self->loop);
     Py_CLEAR(self->handlers);
     Py_CLEAR(self->owner);
+    Py_CLEAR(self->context);
     Py_CLEAR(self->last);
     Py_CLEAR(self->on_served);
     return 0;

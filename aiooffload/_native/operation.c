@@ -7,7 +7,7 @@
 #include "native.h"
 
 static PyObject *s_set_result, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler, *s_fail_dependent,
-    *s_want_mark;
+    *s_want_mark, *s_check_wait;
 static PyObject *get_running_loop, *copy_context, *cancelled_error, *invalid_state;
 
 int ao_operation_module_init(PyObject *module) {
@@ -27,8 +27,9 @@ int ao_operation_module_init(PyObject *module) {
     s_context = PyUnicode_InternFromString("context");
     s_fail_dependent = PyUnicode_InternFromString("fail_dependent");
     s_want_mark = PyUnicode_InternFromString("want_mark");
+    s_check_wait = PyUnicode_InternFromString("check_wait");
     s_handler = PyUnicode_InternFromString("call_exception_handler");
-    return get_running_loop && cancelled_error && invalid_state && copy_context && s_fail_dependent && s_want_mark && s_handler ? 0 : -1;
+    return get_running_loop && cancelled_error && invalid_state && copy_context && s_fail_dependent && s_want_mark && s_check_wait && s_handler ? 0 : -1;
 }
 
 PyObject *ao_running_loop(void) { return PyObject_CallNoArgs(get_running_loop); }
@@ -262,9 +263,20 @@ static int check_loop(AoOperation *op) {
     return -1;
 }
 
+/* In a host function, and in what it started, the engine has a say: it may be what the operation waits for. */
+static int check_wait(AoOperation *op) {
+    PyObject *call = NULL;
+    if (!ao_calling || PyContextVar_Get(ao_calling, NULL, &call) < 0) return ao_calling ? -1 : 0;
+    if (!call || op->owner == Py_None) return Py_XDECREF(call), 0;
+    Py_DECREF(call);
+    PyObject *ignored = PyObject_CallMethodOneArg(op->owner, s_check_wait, (PyObject *)op);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
+}
+
 static PyObject *suspend(AoWait *self) {
     AoOperation *op = self->op;
-    if (check_loop(op) < 0 || want_mark(op) < 0) return NULL;
+    if (check_loop(op) < 0 || check_wait(op) < 0 || want_mark(op) < 0) return NULL;
     PyObject *future = PyObject_CallMethodNoArgs(op->loop, s_create_future);
     if (!future) return NULL;
     if (add_waiter(op, future) < 0 || PyObject_SetAttr(future, s_blocking, Py_True) < 0) {

@@ -6,9 +6,9 @@
  */
 #include "calls.h"
 
-static PyObject *s_failed, *s_encode, *s_idle, *s_throw, *s_close, *s_create_task, *s_cancel, *s_add_done_callback;
-static PyObject *task_type, *look, *coroutine_type, *cancelled_error; /* look: Task.exception */
-static PyObject *task_names; /* names of the keyword arguments of a task */
+static PyObject *s_failed, *s_encode, *s_idle, *s_throw, *s_close, *s_create_task, *s_cancel, *s_call_soon, *s_add_done_callback;
+static PyObject *task_type, *look, *coroutine_type, *cancelled_error; /* look: calls exception() of a task */
+static PyObject *context_name, *task_names; /* names of the keyword arguments of a task */
 
 int ao_request_prepare(void) {
     if (task_names) return 0;
@@ -17,7 +17,9 @@ int ao_request_prepare(void) {
     task_type = PyObject_GetAttrString(asyncio, "Task");
     cancelled_error = PyObject_GetAttrString(asyncio, "CancelledError");
     Py_DECREF(asyncio);
-    look = task_type ? PyObject_GetAttrString(task_type, "exception") : NULL;
+    PyObject *operator = PyImport_ImportModule("operator");
+    look = operator ? PyObject_CallMethod(operator, "methodcaller", "s", "exception") : NULL;
+    Py_XDECREF(operator);
     PyObject *abc = PyImport_ImportModule("collections.abc");
     coroutine_type = abc ? PyObject_GetAttrString(abc, "Coroutine") : NULL;
     Py_XDECREF(abc);
@@ -27,6 +29,8 @@ int ao_request_prepare(void) {
     s_throw = PyUnicode_InternFromString("throw");
     s_close = PyUnicode_InternFromString("close");
     s_add_done_callback = PyUnicode_InternFromString("add_done_callback");
+    s_call_soon = PyUnicode_InternFromString("call_soon");
+    context_name = Py_BuildValue("(s)", "context");
     s_create_task = PyUnicode_InternFromString("create_task");
     s_cancel = PyUnicode_InternFromString("cancel");
 #if PY_VERSION_HEX >= 0x030C0000
@@ -34,7 +38,7 @@ int ao_request_prepare(void) {
 #else
     task_names = Py_BuildValue("(s)", "context");
 #endif
-    return task_type && look && coroutine_type && cancelled_error && task_names && !PyErr_Occurred() ? 0 : -1;
+    return task_type && look && context_name && coroutine_type && cancelled_error && task_names && !PyErr_Occurred() ? 0 : -1;
 }
 
 /* Most of what is sent is one word, for which memcpy is a long way. */
@@ -84,6 +88,23 @@ static void answer_all(AoRequest *self, uint64_t status, const unsigned char *da
 /* Whether entry `i` is of another launch than the one before. A launch is kept alive once for a run of entries. */
 static int starts_run(const AoRequest *self, uint32_t i) { return i == 0 || self->entries[i].caller != self->entries[i - 1].caller; }
 
+/* The current exception, normalised and with its traceback, taken off the thread; NULL if there is none. */
+static PyObject *take_exception(void) {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (!type) return NULL;
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback) PyException_SetTraceback(error, traceback);
+    Py_DECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
+static void raise(PyObject *error) {
+    PyObject *traceback = PyException_GetTraceback(error);
+    PyErr_Restore(Py_NewRef(Py_TYPE(error)), Py_NewRef(error), traceback);
+}
+
 static void tell_served(AoRequest *self) {
     PyObject *told = Py_NewRef(self->channel->on_served);
     PyObject *ignored = PyObject_CallFunction(told, "OLi", (PyObject *)self, (long long)self->began_ns, (int)self->failed);
@@ -92,40 +113,47 @@ static void tell_served(AoRequest *self) {
     Py_DECREF(told);
 }
 
+/* Nothing of an ended launch runs any more. Told from outside of the last handler: what follows is not its affair, and
+ * runs neither in its context nor as its task. */
+static int tell_idle(AoRequest *self, AoCaller *caller) {
+    AoChannel *channel = self->channel;
+    PyObject *ignored;
+    if (!self->ending) {
+        ignored = PyObject_CallMethodOneArg(channel->owner, s_idle, (PyObject *)caller);
+    } else {
+        PyObject *idle = PyObject_GetAttr(channel->owner, s_idle);
+        PyObject *args[] = {channel->loop, idle, (PyObject *)caller, channel->context};
+        ignored = idle ? PyObject_VectorcallMethod(s_call_soon, args, 3, context_name) : NULL;
+        Py_XDECREF(idle);
+    }
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
+}
+
 int ao_request_close(AoRequest *self) {
     if (self->finished) return 0;
     self->finished = 1;
-    int status = 0;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *before = take_exception(), *failure = NULL;
     if (self->began_ns && self->channel->on_served) tell_served(self);
     Py_CLEAR(self->task);
     for (uint32_t i = 0; i < self->count; i++) {
         AoCaller *caller = self->entries[i].caller;
-        if (self->listed && starts_run(self, i) && PySet_Discard(caller->requests, (PyObject *)self) < 0) status = -1;
-        if (--caller->active == 0 && caller->ended) {
-            PyObject *ignored = PyObject_CallMethodOneArg(self->channel->owner, s_idle, (PyObject *)caller);
-            if (!ignored) status = -1;
-            Py_XDECREF(ignored);
-        }
-        if (status < 0 && type) PyErr_WriteUnraisable((PyObject *)self);
+        int status = self->listed && starts_run(self, i) ? PySet_Discard(caller->requests, (PyObject *)self) : 0;
+        if (--caller->active == 0 && caller->ended && status >= 0) status = tell_idle(self, caller);
+        if (status >= 0) continue;
+        if (failure) PyErr_WriteUnraisable((PyObject *)self); /* each launch is told, whatever another one's end meets */
+        else failure = take_exception();
     }
-    if (type) PyErr_Restore(type, value, traceback);
+    int status = failure ? -1 : 0;
+    if (failure) raise(failure);
+    if (failure && before) PyErr_WriteUnraisable((PyObject *)self);
+    if (before) raise(before);
+    Py_XDECREF(failure);
+    Py_XDECREF(before);
     return status;
 }
 
 /* ---- the end of a handler ---- */
-
-/* The current exception, normalised and with its traceback, taken off the thread. */
-static PyObject *take_exception(void) {
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback) PyException_SetTraceback(error, traceback);
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
-    return error;
-}
 
 /* The handler has raised `error`. */
 static int fail(AoRequest *self, PyObject *error) {
@@ -158,7 +186,7 @@ static int complete_batch(AoRequest *self, PyObject *result) {
     return fits ? ao_request_close(self) : 1;
 }
 
-/* The handler has returned `result`. */
+/* The handler has returned `result`. 1: it is no answer, and the current exception, which says why, is the handler's. */
 static int complete(AoRequest *self, PyObject *result) {
     unsigned char plain[8];
     if (self->handler->reply_nbytes == 0 && result == Py_None) {
@@ -174,21 +202,18 @@ static int complete(AoRequest *self, PyObject *result) {
         if (status <= 0) return status;
     }
     PyObject *bytes = PyObject_CallMethodObjArgs(self->channel->owner, s_encode, (PyObject *)self, result, NULL);
-    if (!bytes) return ao_request_fail(self);
+    if (!bytes) return 1;
     Py_buffer view;
-    if (PyObject_GetBuffer(bytes, &view, PyBUF_SIMPLE) < 0) {
-        Py_DECREF(bytes);
-        return ao_request_fail(self);
+    int status = 1;
+    if (PyObject_GetBuffer(bytes, &view, PyBUF_SIMPLE) == 0) {
+        if ((size_t)view.len == (size_t)self->rows * self->handler->reply_nbytes) {
+            answer_all(self, AO_STATUS_OK, view.buf, 0);
+            status = ao_request_close(self);
+        } else {
+            PyErr_Format(PyExc_ValueError, "encode() gave %zd bytes for %u rows", view.len, self->rows);
+        }
+        PyBuffer_Release(&view);
     }
-    int status;
-    if ((size_t)view.len == (size_t)self->rows * self->handler->reply_nbytes) {
-        answer_all(self, AO_STATUS_OK, view.buf, 0);
-        status = ao_request_close(self);
-    } else {
-        PyErr_Format(PyExc_ValueError, "encode() gave %zd bytes for %u rows", view.len, self->rows);
-        status = ao_request_fail(self);
-    }
-    PyBuffer_Release(&view);
     Py_DECREF(bytes);
     return status;
 }
@@ -208,23 +233,26 @@ static int look_at_end(PyObject *task) {
     return ignored ? 0 : -1;
 }
 
-/* The end of a step in which nobody waits for the handler. -1: the current exception is the task's end. */
-static int end_step(AoRequest *self, PyObject *outcome, int raised) {
-    if (!raised) return complete(self, outcome);
-    PyObject *task = ends_task(outcome) ? Py_XNewRef(self->task) : NULL;
-    int status = fail(self, outcome);
-    if (status == 0 && task) {
-        status = PyErr_GivenExceptionMatches(outcome, cancelled_error) ? 0 : look_at_end(task);
-        if (status == 0) PyErr_SetObject((PyObject *)Py_TYPE(outcome), outcome);
-        status = -1;
+/* The handler has ended in a step of its task: answers. -1: the current exception is the task's end, too. */
+static int end_in_task(AoRequest *self, PyObject *outcome, int raised) {
+    PyObject *error = raised ? Py_NewRef(outcome) : NULL;
+    if (!raised) {
+        int status = complete(self, outcome);
+        if (status <= 0) return status;
+        error = take_exception();
     }
+    PyObject *task = ends_task(error) ? Py_XNewRef(self->task) : NULL;
+    int status = fail(self, error);
+    if (status == 0 && task && (PyErr_GivenExceptionMatches(error, cancelled_error) || look_at_end(task) == 0)) raise(error);
     Py_XDECREF(task);
-    return status;
+    Py_DECREF(error);
+    return PyErr_Occurred() ? -1 : status;
 }
 
 /* What a step of the handler has come to, as a step of its task. In the first one, of which ao_request_start() waits
  * for the end, the outcome is left to that: the task is then no longer the current one. */
 static PySendResult pass_on(AoRequest *self, PySendResult step, PyObject **result) {
+    self->stepping = 0;
     if (step == PYGEN_NEXT) return step;
     Py_CLEAR(self->coroutine);
     int raised = step == PYGEN_ERROR, status = 0;
@@ -233,23 +261,27 @@ static PySendResult pass_on(AoRequest *self, PySendResult step, PyObject **resul
         self->outcome = Py_NewRef(outcome);
         self->raised = (char)raised;
     } else {
-        status = end_step(self, outcome, raised);
+        self->ending = 1;
+        status = end_in_task(self, outcome, raised);
+        self->ending = 0;
     }
     Py_DECREF(outcome);
     *result = status < 0 ? NULL : Py_NewRef(Py_None);
     return status < 0 ? PYGEN_ERROR : PYGEN_RETURN;
 }
 
-static int is_running(AoRequest *self) {
-    if (self->coroutine) return 1;
-    PyErr_SetString(PyExc_RuntimeError, "the handler of this request is over");
-    return 0;
+/* The coroutine, for a step of it; NULL with an exception if it cannot take one. */
+static PyObject *begin_step(AoRequest *self) {
+    if (self->stepping) return PyErr_SetString(PyExc_ValueError, "the handler of this request runs already"), NULL;
+    if (!self->coroutine) return PyErr_SetString(PyExc_RuntimeError, "the handler of this request is over"), NULL;
+    self->stepping = 1;
+    return Py_NewRef(self->coroutine);
 }
 
 static PySendResult request_am_send(AoRequest *self, PyObject *value, PyObject **result) {
     *result = NULL;
-    if (!is_running(self)) return PYGEN_ERROR;
-    PyObject *coroutine = Py_NewRef(self->coroutine);
+    PyObject *coroutine = begin_step(self);
+    if (!coroutine) return PYGEN_ERROR;
     PySendResult step = pass_on(self, PyIter_Send(coroutine, value, result), result);
     Py_DECREF(coroutine);
     return step;
@@ -277,9 +309,10 @@ static PyObject *request_iternext(AoRequest *self) {
 }
 
 static PyObject *request_throw(AoRequest *self, PyObject *args) {
-    if (!is_running(self)) return NULL;
-    PyObject *coroutine = Py_NewRef(self->coroutine), *throw = PyObject_GetAttr(coroutine, s_throw);
-    PyObject *result = throw ? PyObject_Call(throw, args, NULL) : NULL;
+    if (PyTuple_GET_SIZE(args) == 0) return PyErr_SetString(PyExc_TypeError, "throw() takes an exception"), NULL;
+    PyObject *coroutine = begin_step(self);
+    if (!coroutine) return NULL;
+    PyObject *throw = PyObject_GetAttr(coroutine, s_throw), *result = throw ? PyObject_Call(throw, args, NULL) : NULL;
     Py_XDECREF(throw);
     PySendResult step = result ? PYGEN_NEXT : PYGEN_ERROR;
     if (!result && PyErr_ExceptionMatches(PyExc_StopIteration)) {
@@ -293,20 +326,30 @@ static PyObject *request_throw(AoRequest *self, PyObject *args) {
     return as_call(step, result);
 }
 
-/* close(): the handler is given up, and nobody is answered: its task is collected with the loop. */
+static int give_up(AoRequest *self, const char *why) {
+    PyErr_SetString(PyExc_RuntimeError, why);
+    return ao_request_fail(self);
+}
+
+/* close(): ends the handler where it waits. */
 static PyObject *request_close(AoRequest *self, PyObject *Py_UNUSED(ignored)) {
     if (!self->coroutine) Py_RETURN_NONE;
-    PyObject *coroutine = self->coroutine;
-    self->coroutine = NULL;
+    PyObject *coroutine = begin_step(self);
+    if (!coroutine) return NULL;
     PyObject *ignored = PyObject_CallMethodNoArgs(coroutine, s_close);
     Py_DECREF(coroutine);
-    return ignored;
+    self->stepping = 0;
+    if (!ignored) return NULL;
+    Py_DECREF(ignored);
+    Py_CLEAR(self->coroutine);
+    if (give_up(self, "the host function's coroutine was closed") < 0) return NULL;
+    Py_RETURN_NONE;
 }
 
 /* What debuggers and the texts of tasks ask a coroutine for is the handler's. */
 static PyObject *request_of_coroutine(AoRequest *self, void *name) {
     if (self->coroutine) return PyObject_GetAttrString(self->coroutine, name);
-    if (strcmp(name, "cr_running") == 0) Py_RETURN_FALSE;
+    if (strcmp(name, "cr_running") == 0 || strcmp(name, "cr_suspended") == 0) Py_RETURN_FALSE;
     if (strncmp(name, "cr_", 3) == 0) Py_RETURN_NONE;
     return PyObject_GetAttrString(self->handler->callable, name);
 }
@@ -357,7 +400,24 @@ static int await_task(AoRequest *self, PyObject *task) {
     for (uint32_t i = 0; i < self->count; i++)
         if (starts_run(self, i) && PySet_Add(self->entries[i].caller->requests, (PyObject *)self) < 0) return -1;
     Py_XSETREF(self->task, Py_NewRef(task));
+#if PY_VERSION_HEX >= 0x030C0000
     return 0;
+#else /* a task factory may have made it of something that never comes here */
+    PyObject *ended = PyObject_GetAttrString((PyObject *)self, "task_ended");
+    PyObject *ignored = ended ? PyObject_CallMethodOneArg(task, s_add_done_callback, ended) : NULL;
+    Py_XDECREF(ended);
+    Py_XDECREF(ignored);
+    return ignored ? 0 : -1;
+#endif
+}
+
+/* task_ended(task): its done callback, where the task may be somebody else's. */
+static PyObject *request_task_ended(AoRequest *self, PyObject *Py_UNUSED(task)) {
+    if (self->finished) Py_RETURN_NONE;
+    PyObject *ignored = request_close(self, NULL);
+    Py_XDECREF(ignored);
+    if (!ignored || (!self->finished && give_up(self, "the task of the host function has ended without it") < 0)) return NULL;
+    Py_RETURN_NONE;
 }
 
 /* As a task checks what it is given. */
@@ -369,6 +429,11 @@ static int check_coroutine(PyObject *coroutine) {
 }
 
 int ao_request_start(AoRequest *self, PyObject *coroutine) {
+    if (self->coroutine) {
+        Py_XDECREF(coroutine);
+        PyErr_SetString(PyExc_RuntimeError, "this request has a handler");
+        return -1;
+    }
     if (self->channel->on_served) self->began_ns = ao_now_ns();
     if (!coroutine) return ao_request_fail(self);
     if (check_coroutine(coroutine) < 0) {
@@ -389,6 +454,7 @@ int ao_request_start(AoRequest *self, PyObject *coroutine) {
         PyObject *outcome = self->outcome;
         self->outcome = NULL;
         status = self->raised ? fail(self, outcome) : complete(self, outcome);
+        if (status > 0) status = ao_request_fail(self);
         Py_DECREF(outcome);
     } else {
         status = await_task(self, task);
@@ -530,6 +596,7 @@ static PyMethodDef request_methods[] = {
     {"start", (PyCFunction)request_start, METH_O, "Run a coroutine whose result is the reply."},
     {"end", (PyCFunction)request_end, METH_VARARGS, "Answer what is open without a result."},
     {"drop", (PyCFunction)request_drop, METH_O, "Answer CANCELLED to one launch; whether others remain."},
+    {"task_ended", (PyCFunction)request_task_ended, METH_O, "End what the task has not."},
     {"send", (PyCFunction)request_send, METH_O, "Let its handler go on, for the task that runs it."},
     {"throw", (PyCFunction)request_throw, METH_VARARGS, "Raise something in its handler, for the task that runs it."},
     {"close", (PyCFunction)request_close, METH_NOARGS, "Give its handler up, for the task that runs it."},
@@ -553,6 +620,7 @@ static PyGetSetDef request_getset[] = {
     {"cr_frame", (getter)request_of_coroutine, NULL, NULL, "cr_frame"},
     {"cr_origin", (getter)request_of_coroutine, NULL, NULL, "cr_origin"},
     {"cr_running", (getter)request_of_coroutine, NULL, NULL, "cr_running"},
+    {"cr_suspended", (getter)request_of_coroutine, NULL, NULL, "cr_suspended"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 /* With send(), throw() and close() it is a collections.abc.Coroutine, which is what a task runs. */

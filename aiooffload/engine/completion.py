@@ -28,6 +28,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiooffload._native import Board, Timer, Word, now_ns, timer_slack
@@ -167,6 +168,8 @@ class Completion:
         mark_all: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
+        # Looks are nobody's affair: in the context of whoever submits they would keep that alive, and pass it on.
+        self._context = copy_context()
         self._mark_all = mark_all
         self._warm_up = warm_up
         self._on_flight = on_flight
@@ -205,7 +208,7 @@ class Completion:
         """Something was enqueued while nobody looks: look soon. Called after a push."""
         if not self._board.watched:
             self._board.watched = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._turn, context=self._context)
 
     def look(self) -> int:
         """Finish what has arrived, serve what was asked for, and return how many of both.

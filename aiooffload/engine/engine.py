@@ -33,7 +33,7 @@ from aiooffload.engine.copies import (
     Staging,
 )
 from aiooffload.engine.health import LostMarks, Watchdog, first_of_each_lane, loss, loss_text, suspects
-from aiooffload.engine.host_functions import check_outside
+from aiooffload.engine.host_functions import check_outside, check_wait
 from aiooffload.engine.host_tasks import HostTasks, check_no_step
 from aiooffload.engine.lanes import ALWAYS, Lane, Lanes
 from aiooffload.engine.launches import Kernels
@@ -440,6 +440,10 @@ class Engine:
         lane = ahead[-1].lane
         self.submission.order(lane.handle, [operation for operation in ahead if operation.lane is not lane])
         return int(lane.handle)
+
+    def check_wait(self, operation: Operation[Any]) -> None:
+        """Raise UsageError if that waits for the launch that waits for the running host function."""
+        check_wait(operation)
 
     def want_mark(self, operation: Operation[Any]) -> None:
         """Somebody waits for ``operation``, which has no mark of its own."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiooffload._native import now_ns
@@ -192,6 +193,7 @@ class Watchdog:
         check_limit: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
+        self._context = copy_context()  # a tick is nobody's affair
         self._in_flight = in_flight
         self._completed = completed
         self._look = look
@@ -216,7 +218,7 @@ class Watchdog:
 
     def _call_later(self) -> None:
         self._interval_s = TICK_S * min(1 + self._still_ticks, SLOWEST)
-        self._handle = self._loop.call_later(self._interval_s, self._tick)
+        self._handle = self._loop.call_later(self._interval_s, self._tick, context=self._context)
 
     def ask_if_due(self) -> None:
         """For a program that polls and never lets the loop run a tick."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from aiooffload._native import Caller, Handler, Request, calling
 from aiooffload.errors import OffloadTimeout, UsageError
 from aiooffload.kernel import Parameter, parameter_of
+from aiooffload.rules.scheduler import waits_for
 from aiooffload.rules.wire import PAYLOAD_NBYTES, function_id, kind_of, map_extent
 from aiooffload.scalars import scalar
 
@@ -35,7 +36,9 @@ __all__ = [
     "OnError",
     "ReplyError",
     "check_outside",
+    "check_wait",
     "current_call",
+    "still_waiting",
     "waiting_launches",
 ]
 
@@ -112,6 +115,16 @@ def waiting_launches() -> list[Operation[None]]:
     return waiting
 
 
+def still_waiting(source: Caller | Request | None) -> Caller | Request | None:
+    """Return ``source`` or what called that, whichever is the nearest of which a launch is not done; None for none."""
+    while source is not None and all(caller.operation.finished for caller in _callers(source)):
+        parents = [caller.parent for caller in _callers(source) if caller.parent is not None]
+        if len(parents) > 1:
+            return source  # of a batch: they lead to several
+        source = parents[0] if parents else None
+    return source
+
+
 def _callers(source: Caller | Request) -> list[Any]:
     """Return the CallingLaunches that a handler's context names."""
     return source.callers if isinstance(source, Request) else [source]
@@ -122,6 +135,13 @@ def check_outside(what: str) -> None:
     waiting = waiting_launches()
     if waiting:
         raise UsageError(f"{what} would wait for {waiting[0]!r}, which waits for this host function")
+
+
+def check_wait(operation: Operation[Any]) -> None:
+    """Raise UsageError in a host function, or a task of it, if ``operation`` waits for a launch that waits for that."""
+    for launch in waiting_launches():
+        if waits_for([operation], launch):
+            raise UsageError(f"awaiting {operation!r} would wait for {launch!r}, which waits for this host function")
 
 
 class HandlerTimeout(OffloadTimeout):

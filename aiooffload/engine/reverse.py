@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from aiooffload._native import Caller, Channel, Handler, Request, Word, calling, now_ns
 from aiooffload.drivers.api import CallParameter
-from aiooffload.engine.host_functions import HandlerTimeout, HostFunction, ReplyError
+from aiooffload.engine.host_functions import HandlerTimeout, HostFunction, ReplyError, still_waiting
 from aiooffload.engine.launches import retrieve
 from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadTimeout, UsageError, WouldBlock
 from aiooffload.rules import wire
@@ -207,7 +207,7 @@ class Reverse:
         if not self._free:
             raise WouldBlock(f"{wire.LAUNCHES} launches that call are on the device")
         caller = CallingLaunch(context, operation)
-        caller.parent = context.get(calling)
+        caller.parent = still_waiting(context.get(calling))
         context.run(calling.set, caller)
         caller.index = self._free.popleft()
         caller.goal = None
@@ -291,7 +291,8 @@ class Reverse:
         for caller in ended:
             self._detach(caller)
             caller.ended = True
-            if caller.operation.failure is not None:  # the kernel died, and its handlers with it
+            # Its kernel died, or gave up waiting: nobody wants what its handlers would give.
+            if caller.operation.failure is not None or _gave_up(caller):
                 self._stop(caller)
             if caller.active == 0:
                 self.idle(caller)
@@ -381,6 +382,7 @@ class Reverse:
         # The context names the launch: without this only the garbage collector would part the two.
         caller.context.run(calling.set, None)
         caller.operation.finish(failure=failure)
+        caller.parent = still_waiting(caller.parent)  # or launches that call for one another keep all before them
 
     def _note(self, caller: Caller, failure: HostFunctionError) -> None:
         assert isinstance(caller, CallingLaunch)
@@ -531,6 +533,12 @@ def _one_of(error: BaseException) -> BaseException:
         return first
     codes = {one.code if isinstance(one, HostFunctionError) else None for one in error.exceptions}
     return first if len(codes) == 1 and None not in codes else error
+
+
+def _gave_up(caller: CallingLaunch) -> bool:
+    """Whether the kernel got no answer to some call within its deadline."""
+    trouble = wire.trouble(caller.words[wire.LAUNCH_TROUBLE].load())
+    return trouble is not None and trouble[1] is wire.Code.NO_ANSWER
 
 
 def _corrupt(what: str) -> DeviceLostError:

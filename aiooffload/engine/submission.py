@@ -496,15 +496,27 @@ class Submission:
             self._lanes.stop(operation, dependency_error(f"{what} that {operation.name} came after", cause))
 
         future.add_done_callback(over)
-        operation.keep = (operation.keep, future)  # a loop has only weak references to tasks
-        if asyncio.iscoroutine(awaitable):  # it was handed over, so nobody else can end it
-            operation.add_done_callback(lambda _: future.cancel())
+        # A loop has only weak references to tasks. A coroutine was handed over: nobody else can end it.
+        operation.keep = (operation.keep, _Owned(future) if asyncio.iscoroutine(awaitable) else future)
 
     def _expire_after(self, operation: Operation[Any], timeout_s: float) -> None:
         handle = self._loop.call_later(
             timeout_s, lambda: self._cancel(operation, OffloadTimeout(f"{operation.name} took over {timeout_s} s"))
         )
         operation.add_done_callback(lambda _: handle.cancel())
+
+
+class _Owned:
+    """Ends a task with the operation that keeps this."""
+
+    __slots__ = ("_task",)
+
+    def __init__(self, task: asyncio.Future[Any]) -> None:
+        self._task = task
+
+    def __del__(self) -> None:
+        if not self._task.get_loop().is_closed():
+            self._task.cancel()
 
 
 def _retained(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -22,7 +22,15 @@ from typing import Any, Final, cast
 import uvloop
 
 from aiooffload.engine.bound import BoundLaunch
-from aiooffload.errors import DeviceLostError, OffloadError, OffloadTimeout, OutOfMemoryError, UsageError, WouldBlock
+from aiooffload.errors import (
+    DependencyError,
+    DeviceLostError,
+    OffloadError,
+    OffloadTimeout,
+    OutOfMemoryError,
+    UsageError,
+    WouldBlock,
+)
 from aiooffload.log import log
 from aiooffload.offload import Offload
 from aiooffload.operation import Operation
@@ -285,9 +293,11 @@ class DeviceProcess:
             answer = dict(_CANCELLED) if asked else self._failure(endpoint, error), ()
         except Exception as error:  # whatever a handler raises is this call's end, not the process's
             answer = self._failure(endpoint, error), ()
-        for operation in operations:
-            if not operation.finished and self._off.loss is None:
-                operation.cancel()
+        running = [operation for operation in operations if not operation.finished and self._off.loss is None]
+        for operation in running:
+            operation.add_done_callback(Operation.look)  # how they end is nobody's concern any more
+        for operation in running:
+            operation.cancel()
         if follower is not None:
             follower.cancel()
         if self._off.loss is not None:  # nothing that was computed since can be trusted
@@ -372,9 +382,10 @@ def _text(error: Exception) -> str:
 def _raise_unseen(operations: list[Operation[Any]]) -> None:
     """Raise the failure of a call's operation that its handler has not looked at: it may have read stale data."""
     for operation in operations:
-        if operation.failure is not None and operation.finished and not operation.looked:
-            with suppress(asyncio.CancelledError):  # it was the handler itself that gave it up
-                operation.result()
+        failure = operation.look() if operation.finished and not operation.looked else None
+        cause = failure.root if isinstance(failure, DependencyError) else failure
+        if failure is not None and not isinstance(cause, asyncio.CancelledError):  # which the handler itself asked for
+            raise failure
 
 
 def _device_s(operations: list[Operation[Any]]) -> float:

@@ -64,13 +64,18 @@ class Slot:
             await self._live_once()
             # One that could not even start is not tried again at once: it may be the last thing the worker does.
             delay = backoff_s(max(2, self._short_lives) if self.start_failures else self._short_lives)
-            if delay and not self._stopping.is_set():
-                if self.generation > 1:  # a worker of which no first start succeeds ends
-                    log.warning("waiting before the next start", device=self.device, seconds=delay)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), delay)
+            # A worker of which no first start succeeds ends at once, and there is no pause to speak of.
+            if delay and not await self._is_stopped_within(_WATCH_S):
+                log.warning("waiting before the next start", device=self.device, seconds=delay)
+                await self._is_stopped_within(delay - _WATCH_S)
         if self._spare is not None:
             await self._spare.kill()
+
+    async def _is_stopped_within(self, seconds: float) -> bool:
+        """Wait so long, or until it is to start no process any more; whether that is so."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
 
     async def _live_once(self) -> None:
         """One life: start it, wait for its end, draw the conclusions."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import inspect
 import struct
 import subprocess
 import sys
@@ -469,14 +470,14 @@ async def test_a_task_shows_its_handler(host: Host) -> None:
     assert "patient()" in repr(task)
     assert "test_channel.py" in repr(task)
     assert task.get_coro().cr_code is patient.__code__
-    assert task.get_coro().cr_running is False
+    assert inspect.getcoroutinestate(task.get_coro()) == inspect.CORO_SUSPENDED
     (frame,) = task.get_stack()
     assert frame.f_code is patient.__code__
     assert task.get_coro().cr_await is not None
     gate.set()
     await host.settle()
     assert "patient" in repr(task)
-    assert (request.cr_frame, request.cr_await, request.cr_running) == (None, None, False)
+    assert inspect.getcoroutinestate(request) == inspect.CORO_CLOSED  # type: ignore[arg-type]
 
 
 async def test_a_task_factory_that_wraps(host: Host) -> None:
@@ -543,12 +544,103 @@ async def test_a_request_is_a_coroutine(host: Host, by: str) -> None:
         with pytest.raises(StopIteration) as stop:
             drive[by]()
         assert stop.value.value is None
-    expected = {"throw": (8, ["raised"]), "close": (None, ["given up"])}.get(by, (7, []))
+    expected = {"throw": (8, ["raised"]), "close": (Code.RAISED, ["given up"])}.get(by, (7, []))
     reply = host.reply(0, ticket)
-    assert (reply and int.from_bytes(reply.body, "little"), ends) == expected
+    assert reply is not None
+    assert (reply.body if isinstance(reply.body, int) else int.from_bytes(reply.body, "little"), ends) == expected
     await asyncio.wait([task])
     assert isinstance(task.exception(), RuntimeError)  # its handler was taken out of its hands
-    assert caller.active == (by == "close")
+    assert caller.active == 0
+
+
+@pytest.mark.parametrize("how", ["send", "throw", "close"])
+@pytest.mark.parametrize("suspends", [False, True])
+async def test_a_handler_in_its_own_way(host: Host, how: str, suspends: bool) -> None:
+    """A handler cannot drive its own coroutine: that is running already, and goes on."""
+    host.attach()
+
+    async def handler() -> int:
+        if suspends:
+            await asyncio.sleep(0)
+        (request,) = host.owner.begun
+        with pytest.raises(ValueError, match="already"):
+            {"send": lambda: request.send(None), "throw": lambda: request.throw(LookupError()), "close": request.close}[
+                how
+            ]()
+        await asyncio.sleep(0)
+        return 5
+
+    host.owner.on_begin = lambda request: request.start(handler())
+    host.add(1, nothing, "", "q", kind=Kind.INT, plain=False)
+    ticket = host.send(1, cell=0)
+    host.drain()
+    await host.settle()
+    assert host.reply(0, ticket) == Answer(Status.OK, Kind.INT, struct.pack("q", 5))
+    (request,) = host.owner.begun
+    with pytest.raises(TypeError, match="takes an exception"):
+        request.throw()
+    with pytest.raises(RuntimeError, match="over"):
+        request.send(None)
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+async def test_a_handler_that_cancels_its_task_at_its_end(host: Host, suspends: bool) -> None:
+    """What it returns is the answer: its task is told to stop at the next step, and there is none."""
+    host.attach()
+
+    async def handler() -> int:
+        if suspends:
+            await asyncio.sleep(0)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return 5
+
+    host.add(1, handler, "", "q", kind=Kind.INT)
+    ticket = host.send(1, cell=0)
+    host.drain()
+    await host.settle()
+    assert host.reply(0, ticket) == Answer(Status.OK, Kind.INT, struct.pack("q", 5))
+    assert not host.owner.failures
+
+
+async def test_a_request_has_one_handler(host: Host) -> None:
+    """A second coroutine for a request that has one is refused, and closed."""
+    host.attach()
+    gate, second = asyncio.Event(), nothing()
+    host.owner.on_begin = lambda request: request.start(gate.wait())
+    host.add(1, nothing, plain=False)
+    ticket = host.send(1, cell=0)
+    host.drain()
+    (request,) = host.owner.begun
+    with pytest.raises(RuntimeError, match="has a handler"):
+        request.start(second)
+    second.close()
+    host.owner.on_encode = lambda request, result: b""
+    gate.set()
+    await host.settle()
+    assert host.reply(0, ticket) == OK
+
+
+async def test_the_end_of_a_launch_is_not_its_handlers_affair(host: Host) -> None:
+    """idle() is called neither in the context of the handler that was the last nor as its task."""
+    mark: contextvars.ContextVar[str] = contextvars.ContextVar("mark", default="none")
+    context = contextvars.copy_context()
+    context.run(mark.set, "the launch's")
+    caller = host.attach(context=context)
+    seen: list[tuple[str, object]] = []
+    host.owner.on_idle = lambda caller: seen.append((mark.get(), asyncio.current_task()))
+
+    async def handler() -> None:
+        assert mark.get() == "the launch's"
+        await asyncio.sleep(0)
+
+    host.add(1, handler)
+    host.send(1)
+    host.drain()
+    caller.ended = True
+    await until(lambda: seen)
+    assert seen == [("none", None)]
 
 
 async def test_handlers_interleave(host: Host) -> None:
@@ -1126,7 +1218,8 @@ async def test_end_while_the_handler_runs(host: Host) -> None:
     gate.set()
     await host.settle()
     assert host.reply(4, ticket) == expected
-    assert (request.finished, caller.requests, host.owner.idled) == (True, set(), [caller])
+    assert (request.finished, caller.requests) == (True, set())
+    await until(lambda: host.owner.idled)
 
 
 async def test_end_in_the_first_step_of_the_handler(host: Host) -> None:
@@ -2202,6 +2295,7 @@ async def test_after_close_failures_go_to_the_owner(host: Host) -> None:
     gate.set()
     await host.settle()
     assert len(host.owner.failures) == 1
+    await until(lambda: host.owner.idled)
     assert host.owner.idled == [caller]
     assert not host.used_cells()
 
@@ -2279,6 +2373,8 @@ async def test_idle_comes_once_at_the_end(host: Host) -> None:
     assert not host.owner.idled
     gate.set()
     await host.settle()
+    await until(lambda: host.owner.idled)
+    await asyncio.sleep(0)
     assert host.owner.idled == [caller]
 
 

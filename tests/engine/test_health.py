@@ -205,7 +205,7 @@ class Clockwork:
         self.cancelled = 0
         self.delay_s = 0.0
 
-    def call_later(self, delay_s: float, call: object) -> Clockwork:
+    def call_later(self, delay_s: float, call: object, context: object) -> Clockwork:
         self.call, self.delay_s = call, delay_s
         return self
 

@@ -176,6 +176,9 @@ async def test_failure_that_the_handler_did_not_see(handled: bool, monkeypatch: 
         launched = off.launch(fails, grid=1, block=1, args=(y,))
         other = off.zeros(1, np.int32)
         off.launch(fails, grid=1, block=1, args=(other,), after=[asyncio.Event().wait()])  # ends with the call
+        given_up = off.launch(fails, grid=1, block=1, args=(other,))
+        given_up.cancel()
+        off.launch(fails, grid=1, block=1, args=(other,), after=[given_up])
         found = await off.get(y)
         if handled:
             with pytest.raises(ao.LaunchError):
