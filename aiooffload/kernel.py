@@ -271,10 +271,33 @@ class Launch(Protocol):
     def call_async(self, function: str | int, *arguments: object, dtype: np.dtype[Any] | None = None) -> PendingCall:
         """Call a host function without waiting; see :meth:`call`."""
 
-    def call_each(self, function: str | int, *columns: Any) -> Any:
-        """Call it once per row of ``columns`` (arrays of up to 32 elements) in one request; an array of results.
+    def call_each(self, function: str | int, *columns: Any, dtype: np.dtype[Any] | None = None) -> Any:
+        """Call it once per row of ``columns``, as the lanes of a warp do together.
 
-        All succeed or all fail. The results have up to 256 bytes together.
+        It is one request, of which all rows succeed or fail, unless 32 rows of such arguments or of
+        results with this ``dtype`` have more than 256 bytes; then it is a request for each row.
+
+        Parameters
+        ----------
+        function
+            Its name, or the number it was registered with.
+        *columns
+            Arrays of the same length, 1 to 32, one for each argument.
+        dtype
+            Of the result of a row. Without it structs come as ``V`` elements, and it is an error if
+            the results of one request have more than 256 bytes.
+
+        Returns
+        -------
+        ndarray or None
+            The results, one for each row, in an array that can be written to; None if the function has
+            no result.
+
+        Raises
+        ------
+        HostFunctionError, OffloadTimeout, asyncio.CancelledError
+            As :meth:`call`. Where each row is a request, from the first one that failed; the replies to
+            later ones are dropped.
         """
 
     def post(self, function: str | int, *arguments: object) -> None:
@@ -312,7 +335,7 @@ class PendingCall(Protocol):
         """Whether it is over."""
 
     def wait(self) -> Any:
-        """Wait for its result; raises what ``launch.call`` raises. Any number of times."""
+        """Wait for its result; raises what ``launch.call`` raises. Any number of times, in any thread."""
 
 
 class Kernel:

@@ -51,6 +51,9 @@ def attempt(call: Callable[[], Any]) -> tuple[int, int, Any]:
         return ERROR, error.code, None
 
 
+POWERS = np.dtype([("square", np.int64), ("cube", np.int64)])
+"""16 bytes."""
+
 # One thread
 
 
@@ -588,6 +591,44 @@ def warp_ask_wide(launch: Any, mask: np.uint32, values: ao.InOut[np.int64]) -> N
     """A call for each lane in mask, with arguments of which one request cannot take 32."""
     lanes = np.array([i for i in range(32) if int(mask) >> i & 1], np.int64)
     values[lanes] = launch.call_each("f", lanes, 2 * lanes)
+
+
+@ao.kernel(
+    cuda=INCLUDE
+    + """struct Powers { long long square; long long cube; };
+    extern "C" __global__ void warp_ask_struct(ao::Launch launch, unsigned mask, long long* values) {
+        long long lane = threadIdx.x;
+        if (mask >> lane & 1) {
+            Powers out = {-1, -1};
+            launch.warp_call_each(ao::fn("f"), out, lane);
+            values[2 * lane] = out.square;
+            values[2 * lane + 1] = out.cube;
+        }
+    }""",
+    calls=True,
+)
+def warp_ask_struct(launch: Any, mask: np.uint32, values: ao.InOut[np.int64]) -> None:
+    """A call for each lane in mask, for structs of which one reply cannot take 32."""
+    lanes = np.array([i for i in range(32) if int(mask) >> i & 1], np.int64)
+    results = launch.call_each("f", lanes, dtype=POWERS)
+    values[2 * lanes], values[2 * lanes + 1] = results["square"], results["cube"]
+
+
+@ao.kernel(
+    cuda=INCLUDE
+    + """extern "C" __global__ void warp_ask_none(ao::Launch launch, unsigned mask, int* statuses) {
+        unsigned lane = threadIdx.x;
+        ao::None none;
+        if (mask >> lane & 1) statuses[lane] = (int)launch.warp_call_each(ao::fn("f"), none, (long long)lane);
+    }""",
+    calls=True,
+)
+def warp_ask_none(launch: Any, mask: np.uint32, statuses: ao.InOut[np.int32]) -> None:
+    """A call for each lane in mask, in one request, without a result."""
+    lanes = np.array([i for i in range(32) if int(mask) >> i & 1], np.int64)
+    status, _, result = attempt(lambda: launch.call_each("f", lanes))
+    assert result is None
+    statuses[lanes] = status
 
 
 @ao.kernel(

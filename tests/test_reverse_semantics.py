@@ -31,6 +31,7 @@ from tests.reverse_kernels import (
     MIXED,
     MIXED_C,
     OK,
+    POWERS,
     TO,
     TOFROM,
     CallingRig,
@@ -62,7 +63,9 @@ from tests.reverse_kernels import (
     until_cancelled,
     warp_ask,
     warp_ask_each,
+    warp_ask_none,
     warp_ask_small,
+    warp_ask_struct,
     warp_ask_wide,
     warp_tell,
 )
@@ -688,6 +691,38 @@ async def test_warp_call_each_that_takes_several_requests(r: CallingRig, mask: i
     values = r.array(32)
     await r.launch(warp_ask_wide, mask, values, block=32)
     assert await r.values(values) == [3 * i if mask >> i & 1 else 0 for i in range(32)]
+
+
+@pytest.mark.parametrize("mask", [ALL_LANES, SOME_LANES, 1])
+async def test_warp_call_each_for_structs(r: CallingRig, mask: int) -> None:
+    """Where the lanes' results do not fit one reply, each lane gets its result all the same."""
+
+    @r.off.host_function
+    async def f(lane: int) -> POWERS:  # type: ignore[valid-type]
+        return lane**2, lane**3
+
+    values = r.array(64)
+    await r.launch(warp_ask_struct, mask, values, block=32)
+    assert await r.values(values) == [i**power if mask >> i & 1 else 0 for i in range(32) for power in (2, 3)]
+
+
+@pytest.mark.parametrize("mask", [ALL_LANES, SOME_LANES, 1])
+async def test_warp_call_each_without_a_result(r: CallingRig, mask: int) -> None:
+    """warp_call_each waits for functions that have no result, too."""
+    seen = []
+
+    @r.off.host_function
+    async def f(lane: int) -> None:
+        await asyncio.sleep(0)
+        seen.append(lane)
+
+    statuses = r.array(32, np.int32)
+    r.off.fill(statuses, 9)
+    await r.launch(warp_ask_none, mask, statuses, block=32)
+    lanes = [i for i in range(32) if mask >> i & 1]
+    assert await r.values(statuses) == [OK if i in lanes else 9 for i in range(32)]
+    assert sorted(seen) == lanes
+    assert r.off.stats()["calls"]["served"] == 1
 
 
 @pytest.mark.parametrize("mask", [ALL_LANES, SOME_LANES])

@@ -549,7 +549,10 @@ class Channel:
         """Read and answer nothing any more; the memory may go."""
 
 class Port:
-    """The device's end of a channel, for one launch on the host device. Any thread."""
+    """The device's end of a channel, for one launch on the host device. Any thread.
+
+    Of one call, one thread at a time: its outcome is there once, as it frees the cell for another call.
+    """
 
     def __init__(self, parameter: bytes, owner: object) -> None: ...
     timeout_ns: int

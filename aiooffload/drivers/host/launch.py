@@ -10,6 +10,7 @@ import asyncio
 import struct
 from collections.abc import Sequence
 from itertools import count
+from threading import Lock
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -110,16 +111,23 @@ class HostLaunch:
         """Call it without waiting."""
         return self._send(function, _packed(arguments), 1, dtype, arguments)
 
-    def call_each(self, function: str | int, *columns: Any) -> Any:
-        """Call it once per row of ``columns`` in one request, as the lanes of a warp do together."""
+    def call_each(self, function: str | int, *columns: Any, dtype: Any = None) -> Any:
+        """Call it once per row of ``columns`` as the lanes of a warp do together; see ``kernel.Launch``."""
         arrays = [np.atleast_1d(np.asarray(column)) for column in columns]
         rows = len(arrays[0]) if arrays else 0
         if not 1 <= rows <= _ROWS or any(array.shape != (rows,) for array in arrays):
             raise UsageError(f"call_each takes columns of the same length, 1 to {_ROWS}")
         packed = [_packed([array[i] for array in arrays]) for i in range(rows)]
-        if _ROWS * len(packed[0]) > PAYLOAD_NBYTES:  # as in CUDA, a request for each
-            return np.array([pending.wait() for pending in [self._send(function, one, 1, None, ()) for one in packed]])
-        return np.atleast_1d(self._send(function, b"".join(packed), rows, None, ()).wait())
+        largest = max(len(packed[0]), 0 if dtype is None else np.dtype(dtype).itemsize)
+        if _ROWS * largest <= PAYLOAD_NBYTES:
+            return self._send(function, b"".join(packed), rows, dtype, ()).wait_rows()
+        # As in CUDA, a request for each, also where there are so few rows that one would do.
+        calls = [self._send(function, one, 1, dtype, ()) for one in packed]
+        results: list[Any] = [call.wait_rows() for call in calls]
+        if results[0] is None:
+            return None
+        # np.concatenate would lay the members of a struct out anew.
+        return np.frombuffer(bytearray().join(result.tobytes() for result in results), results[0].dtype)
 
     def _send(
         self, function: str | int, data: bytes, rows: int, dtype: Any, arguments: Sequence[object]
@@ -181,7 +189,7 @@ class HostLaunch:
 class PendingCall:
     """A call under way. Dropped without ``wait``, its reply is dropped, too."""
 
-    __slots__ = ("_cell", "_dtype", "_function", "_loan", "_outcome", "_port", "_rows", "_ticket")
+    __slots__ = ("_cell", "_dtype", "_function", "_loan", "_outcome", "_port", "_rows", "_settling", "_ticket")
 
     def __init__(
         self, port: Port, function: str | int, cell: int, ticket: int, rows: int, dtype: Any, loan: int | None
@@ -194,43 +202,65 @@ class PendingCall:
         self._dtype = dtype
         self._loan = loan  # of mapped arrays
         self._outcome: tuple[int, int, bytes] | None = None
+        # Whoever takes the reply frees the cell, and what is there next is another call's: one thread at a time looks.
+        self._settling = Lock()
 
     def poll(self) -> bool:
         """Whether it is over."""
-        if self._outcome is None:
-            self._outcome = self._port.poll(self._cell, self._ticket)
-            if self._outcome is not None:
-                lent.end(self._loan)
+        if self._outcome is None and self._settling.acquire(blocking=False):  # else a thread waits for it
+            try:
+                if self._outcome is None:
+                    self._settle(self._port.poll(self._cell, self._ticket))
+            finally:
+                self._settling.release()
         return self._outcome is not None
 
     def wait(self) -> Any:
         """Wait for its result."""
+        kind, data = self._result()
+        if self._dtype is not None:
+            return self._values(kind, data)[0]
+        if kind is Kind.NONE:
+            return None
+        return data if kind is Kind.STRUCT else self._values(kind, data)[0].item()
+
+    def wait_rows(self) -> NDArray[Any] | None:
+        """Wait for the results of all its rows: an array that can be written to, or None for no result."""
+        kind, data = self._result()
+        return None if kind is Kind.NONE and self._dtype is None else self._values(kind, bytearray(data))
+
+    def _result(self) -> tuple[Kind, bytes]:
+        """Wait until it is over; return what its result is made of."""
         if self._outcome is None:
-            self._outcome = self._port.wait(self._cell, self._ticket, function_id(self._function))
-            lent.end(self._loan)
+            with self._settling:
+                if self._outcome is None:
+                    self._settle(self._port.wait(self._cell, self._ticket, function_id(self._function)))
+        assert self._outcome is not None
         status, kind, data = self._outcome
         if status != Status.OK:
             raise _failure(self._function, status, data)
-        return self._value(Kind(kind), data)
+        return Kind(kind), data
 
-    def _value(self, kind: Kind, data: bytes) -> Any:
-        if kind is Kind.NONE and self._dtype is None:
-            return None
-        if self._dtype is not None:
-            dtype = np.dtype(self._dtype)
-            if (
-                kind is Kind.NONE
-                or dtype.itemsize * self._rows != len(data)
-                or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind])
-            ):
-                self._port.report(function_id(self._function), Code.WRONG_REPLY)
-                raise _failure(self._function, Status.ERROR, struct.pack("<q", Code.WRONG_REPLY))
-            values = np.frombuffer(data, dtype)
-            return values if self._rows > 1 else values[0]
-        if kind is Kind.STRUCT:
-            return data
-        values = np.frombuffer(data, f"{_KINDS[kind]}{len(data) // self._rows}")
-        return values if self._rows > 1 else values[0].item()
+    def _settle(self, outcome: tuple[int, int, bytes] | None) -> None:
+        """Take note of how it has ended, if it has."""
+        if outcome is not None:
+            lent.end(self._loan)  # first, as whoever sees an outcome goes on at once
+            self._outcome = outcome
+
+    def _values(self, kind: Kind, data: bytes | bytearray) -> NDArray[Any]:
+        """Return the results of all rows."""
+        if self._dtype is None:
+            nbytes = len(data) // self._rows
+            return np.frombuffer(data, f"V{nbytes}" if kind is Kind.STRUCT else f"{_KINDS[kind]}{nbytes}")
+        dtype = np.dtype(self._dtype)
+        if (
+            kind is Kind.NONE
+            or dtype.itemsize * self._rows != len(data)
+            or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind])
+        ):
+            self._port.report(function_id(self._function), Code.WRONG_REPLY)
+            raise _failure(self._function, Status.ERROR, struct.pack("<q", Code.WRONG_REPLY))
+        return np.frombuffer(data, dtype)
 
     def __del__(self) -> None:
         if self._outcome is None:

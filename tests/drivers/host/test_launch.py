@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aiooffload.drivers.api import CallParameter
-from aiooffload.drivers.host.launch import HostLaunch
+from aiooffload.drivers.host.launch import HostLaunch, Mapped, PendingCall, lent
 from aiooffload.drivers.mapped import MappedMemory
 from aiooffload.errors import HostFunctionError, LaunchError, OffloadTimeout, UsageError
 from aiooffload.rules import wire
@@ -191,43 +194,119 @@ def test_what_is_not_ok_is_raised(line: Wire, status: Status, data: bytes, expec
         assert caught.value.code == struct.unpack("<q", data)[0]
 
 
-def test_rows_are_one_request(line: Wire) -> None:
+POINT = np.dtype([("x", np.int32), ("y", np.int32)])
+PADDED = np.dtype([("tag", np.int8), ("value", np.float64)], align=True)
+ORDER = np.dtype({"names": ["b", "a"], "formats": ["<i2", "<f4"], "offsets": [4, 0], "itemsize": 16})
+
+
+def records(dtype: np.dtype[Any], rows: int) -> Any:
+    """Return so many different records whose last bytes are zeros."""
+    array = np.zeros(rows, dtype)
+    for place, name in enumerate(dtype.names or ()):
+        array[name] = np.arange(rows) + place
+    return array
+
+
+class Answering(Wire):
+    """A line whose requests are answered when the kernel waits, all rows of one with a part of the same results."""
+
+    def __init__(self, kind: Kind, results: Any) -> None:
+        super().__init__()
+        self.requests: list[tuple[bytes, int]] = []
+        self._kind, self._results, self._given = kind, results, 0
+        answering = self
+        made = self.launch._open_port()
+
+        class Answers:
+            """The port, with a host at its other end."""
+
+            report = made.report
+
+            def call(self, function: int, data: bytes, rows: int = 1) -> Any:
+                status, cell, ticket = made.call(function, data, rows)
+                answering.serve(ticket, rows)
+                return status, cell, ticket
+
+            wait, poll, leave = made.wait, made.poll, made.leave
+
+        self.launch._port = Answers()  # type: ignore[assignment]
+
+    def serve(self, ticket: int, rows: int) -> None:
+        """Answer a request with the next rows."""
+        self.requests.append((self.payload(ticket), rows))
+        results = b"" if self._results is None else self._results[self._given : self._given + rows].tobytes()
+        self._given += rows
+        self.answer(ticket, Status.OK, self._kind, results)
+
+
+def test_rows_are_one_request() -> None:
     """call_each packs one row per element; rows that do not fit go as a request each."""
-    sent = []
-
-    def send(function: Any, data: bytes, rows: int, dtype: Any, keep: Any) -> Any:
-        sent.append((data, rows))
-        return Answered(np.arange(rows) if rows > 1 else 7)
-
-    wrapped = _Sending(line.launch, send)
-    assert wrapped.call_each("f", np.arange(3, dtype=np.int16)).tolist() == [0, 1, 2]
-    assert sent == [(struct.pack("<3h", 0, 1, 2), 3)]
-    sent.clear()
-    assert wrapped.call_each("f", np.arange(2), np.arange(2.0)).tolist() == [7, 7]
-    assert sent == [(struct.pack("<qd", 0, 0), 1), (struct.pack("<qd", 1, 1), 1)]
+    line = Answering(Kind.INT, np.arange(3))
+    assert line.launch.call_each("f", np.arange(3, dtype=np.int16)).tolist() == [0, 1, 2]
+    assert line.requests == [(struct.pack("<3h", 0, 1, 2), 3)]
+    line = Answering(Kind.INT, np.arange(2))
+    assert line.launch.call_each("f", np.arange(2), np.arange(2.0)).tolist() == [0, 1]
+    assert line.requests == [(struct.pack("<qd", 0, 0), 1), (struct.pack("<qd", 1, 1), 1)]
 
 
-class Answered:
-    """A call whose result is there."""
+@pytest.mark.parametrize("rows", [1, 2, 5, 32])
+@pytest.mark.parametrize("columns", [1, 2], ids=["one request", "a request for each row"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (Kind.INT, np.int8), (Kind.INT, np.int32), (Kind.UINT, np.uint64), (Kind.FLOAT, np.float32),
+        (Kind.BOOL, np.bool_),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("named", [False, True], ids=["", "dtype="])
+def test_results_of_rows(kind: Kind, dtype: Any, columns: int, rows: int, named: bool) -> None:
+    """call_each returns an array of the function's own type, one element for each row, which can be written to."""
+    results = np.arange(rows).astype(dtype)
+    line = Answering(kind, results)
+    found = line.launch.call_each("f", *[np.arange(rows)] * columns, dtype=dtype if named else None)
+    assert (found.dtype, found.tolist()) == (results.dtype, results.tolist())
+    assert len(line.requests) == (1 if columns == 1 else rows)
+    found[0] = 0
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
 
-    def wait(self) -> Any:
-        return self._value
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("dtype", [POINT, PADDED, ORDER], ids=["8 bytes", "aligned", "out of order"])
+def test_structs_of_rows(dtype: np.dtype[Any], columns: int, rows: int) -> None:
+    """Structs come as records with dtype=, laid out as it says; without it as their bytes, to the last zero."""
+    results = records(dtype, rows)
+    arguments = [np.arange(rows)] * columns
+    found = Answering(Kind.STRUCT, results).launch.call_each("f", *arguments, dtype=dtype)
+    assert (found.dtype, found.tolist()) == (dtype, results.tolist())
+    assert found.dtype.itemsize == dtype.itemsize
+    found = Answering(Kind.STRUCT, results).launch.call_each("f", *arguments)
+    assert found.dtype == np.dtype(f"V{dtype.itemsize}")
+    assert found.view(dtype).tolist() == results.tolist()
 
 
-class _Sending(HostLaunch):
-    """A launch whose requests go elsewhere."""
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_rows_without_a_result(columns: int, rows: int) -> None:
+    """Without a result call_each returns None, as call does; with dtype= it is an error, as there."""
+    arguments = [np.arange(rows)] * columns
+    assert Answering(Kind.NONE, None).launch.call_each("f", *arguments) is None
+    with pytest.raises(HostFunctionError) as caught:
+        Answering(Kind.NONE, None).launch.call_each("f", *arguments, dtype=np.int64)
+    assert caught.value.code == Code.WRONG_REPLY
 
-    __slots__ = ("send",)
 
-    def __init__(self, like: HostLaunch, send: Any) -> None:
-        super().__init__(like.grid, like.block, 0)
-        self.send = send
-
-    def _send(self, *arguments: Any) -> Any:
-        return self.send(*arguments)
+@pytest.mark.parametrize("rows", [1, 2, 32])
+@pytest.mark.parametrize(
+    ("argument", "result", "split"),
+    [("u1", "V8", False), ("u1", "V9", True), ("u8", "V1", False), ("c16", "V1", True), ("u8", "V256", True)],
+)
+def test_what_is_split(argument: str, result: str, split: bool, rows: int) -> None:
+    """It is a request for each row where 32 of either the arguments or the results would not fit one."""
+    line = Answering(Kind.STRUCT, np.zeros(rows, result))
+    found = line.launch.call_each("f", np.ones(rows, argument), dtype=np.dtype(result))
+    assert (found.dtype, found.shape) == (np.dtype(result), (rows,))
+    assert [rows for _, rows in line.requests] == ([1] * rows if split else [rows])
 
 
 @pytest.mark.parametrize("columns", [(), ([1] * 33,), ([1, 2], [1]), (np.zeros((2, 2)),), ([],)], ids=str)
@@ -283,6 +362,103 @@ def test_shared_memory_is_made_when_asked_for() -> None:
     assert launch.shared.tolist() == [0] * 12
     launch.shared[0] = 1
     assert launch.shared[0] == 1
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The loans that have been ended, in order."""
+    numbers: list[int | None] = []
+    end = lent.end
+
+    def note(number: int | None) -> None:
+        numbers.append(number)
+        end(number)
+
+    monkeypatch.setattr(lent, "end", note)
+    return numbers
+
+
+def is_lent(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the host may touch it."""
+    return lent.find(array.ctypes.data, array.nbytes) is array
+
+
+@pytest.mark.parametrize("how", ["wait", "poll", "drop"])
+@pytest.mark.parametrize("status", [Status.OK, Status.ERROR, Status.CANCELLED, Status.TIMEOUT])
+def test_mapped_array_is_lent_until_the_call_is_over(
+    line: Wire, ended: list[int | None], how: str, status: Status
+) -> None:
+    """However a call ends, and whoever finds out, the host may touch its arrays no more; that is said once."""
+    array = np.arange(6)
+    pending = line.launch.call_async("f", line.launch.tofrom(array))
+    assert not pending.poll()
+    assert is_lent(array)
+    assert not ended
+    if how != "drop":
+        line.answer(0, status, Kind.NONE, bytes(8) if status is Status.ERROR else b"")
+    for _ in range(2 if how == "wait" else 0):
+        with contextlib.nullcontext() if status is Status.OK else pytest.raises(BaseException):  # noqa: PT011
+            pending.wait()
+    assert how != "poll" or (pending.poll() and pending.poll())
+    assert is_lent(array) is (how == "drop")
+    del pending
+    assert not is_lent(array)
+    assert len(ended) == 1
+
+
+class Counting:
+    """A port on which each look at the reply finds another one, as the cell is another call's after the first."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.inside, self.reply = threading.Semaphore(0), threading.Event()
+
+    def wait(self, cell: int, ticket: int, function: int) -> tuple[int, int, bytes]:
+        """Wait for the event."""
+        self.inside.release()
+        assert self.reply.wait(10)
+        return self._look()
+
+    def poll(self, cell: int, ticket: int) -> tuple[int, int, bytes] | None:
+        """Find it, as where the thread that waits has not been woken yet."""
+        return self._look()
+
+    def _look(self) -> tuple[int, int, bytes]:
+        self.looks += 1
+        return Status.OK, Kind.INT, struct.pack("<q", self.looks)
+
+    def leave(self, cell: int, ticket: int) -> None:
+        """Leave it; nobody asks for that here."""
+        raise AssertionError("the call is over")
+
+
+def test_threads_that_wait_for_one_call(ended: list[int | None]) -> None:
+    """One of them takes the reply and ends the loan; the others get the same result, and no other call's."""
+    array, port = np.arange(3), Counting()
+    loan = lent.lend([Mapped(array, MapKind.TO)])
+    pending = PendingCall(port, "f", 0, 0, 1, None, loan)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(4) as threads:
+        results = [threads.submit(lambda: (pending.wait(), is_lent(array))) for _ in range(4)]
+        assert port.inside.acquire(timeout=10)
+        port.inside.acquire(timeout=0.1)  # does another come?
+        port.reply.set()
+        assert [result.result() for result in results] == [(1, False)] * 4
+    assert port.looks == 1
+    assert ended == [loan]
+
+
+def test_poll_while_another_thread_waits() -> None:
+    """The reply is the waiting thread's: poll neither takes it nor waits until that has."""
+    port = Counting()
+    pending = PendingCall(port, "f", 0, 0, 1, None, None)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pending.wait)
+        assert port.inside.acquire(timeout=10)
+        assert not pending.poll()
+        port.reply.set()
+        assert waiting.result() == 1
+    assert pending.poll()
+    assert (pending.wait(), port.looks) == (1, 1)
 
 
 def test_dropped_call_is_left(line: Wire) -> None:
