@@ -160,7 +160,8 @@ class HostFunction(Handler):
     function
         ``async def``, each parameter annotated: a NumPy type, ``int``, ``float``, ``bool`` or a
         structured dtype for a scalar, ``ao.In``, ``ao.Out``, ``ao.InOut`` for a mapped array. The
-        return annotation likewise; none, or None, if it returns nothing.
+        return annotation likewise; none, or None, if it returns nothing. A structured dtype is
+        laid out as C lays out the struct: made with ``align=True``, unless that changes nothing.
     name
         A name, or a number below 2**24.
     batch
@@ -205,6 +206,7 @@ class HostFunction(Handler):
             raise UsageError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
         parameters, result = _types(function, batch)
         row = _row([_MAPPED if p.access is not None else p.dtype for p in parameters])
+        _check_layout(function, row, parameters, result)
         mapped = any(p.access is not None for p in parameters)
         if mapped and batch:
             raise UsageError(f"{_called(function)}: a batch function takes scalars, not mapped arrays")
@@ -383,6 +385,37 @@ def _element(annotation: Any) -> Any:
 def _row(dtypes: Sequence[np.dtype[Any] | None]) -> np.dtype[Any]:
     """Return the arguments as a C compiler lays out a struct of them."""
     return np.dtype([(f"f{i}", dtype) for i, dtype in enumerate(dtypes)], align=True)
+
+
+def _check_layout(
+    function: Callable[..., Any], row: np.dtype[Any], parameters: Sequence[Parameter], result: np.dtype[Any] | None
+) -> None:
+    """Raise UsageError where C lays out a struct otherwise: with padding behind it the size may be the same."""
+    scalars = [(p.name, p.dtype) for p in parameters if p.access is None and p.dtype is not None]
+    returned = [] if result is None else [("its result", result)]
+    wrong = [named for named in scalars + returned if not _is_like_c(named[1])]
+    if not wrong and not _is_like_c(row):  # like C's by itself, but not in its place among the arguments
+        wrong = [named for named in scalars if named[1].alignment < _alignment(named[1])]
+    for name, dtype in wrong:
+        text = "C lays out that struct otherwise: make the dtype with align=True"
+        raise UsageError(f"{_called(function)}: {name} is {dtype}, but {text}")
+
+
+def _is_like_c(dtype: np.dtype[Any]) -> bool:
+    """Whether everything in a struct is where its type can be in C. NumPy has it no further behind than C."""
+    if dtype.subdtype is not None:
+        return _is_like_c(dtype.subdtype[0])
+    fields = [(field[0], field[1]) for field in (dtype.fields or {}).values()]
+    if not all(_is_like_c(inner) and offset % _alignment(inner) == 0 for inner, offset in fields):
+        return False
+    return not fields or dtype.itemsize % _alignment(dtype) == 0
+
+
+def _alignment(dtype: np.dtype[Any]) -> int:
+    """Return what C aligns it to; NumPy says 1 for a struct made without align=True."""
+    if dtype.subdtype is not None:
+        return _alignment(dtype.subdtype[0])
+    return max([dtype.alignment, *(_alignment(field[0]) for field in (dtype.fields or {}).values())])
 
 
 def _rows_of(result: Any, dtype: np.dtype[Any], rows: int, what: str) -> Any:

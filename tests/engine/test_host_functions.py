@@ -106,6 +106,78 @@ async def generator(a: int):  # type: ignore[no-untyped-def]
     yield a
 
 
+def packed(*types: Any) -> np.dtype[Any]:
+    """Return a structured dtype as NumPy makes it unless told otherwise."""
+    return np.dtype([(f"f{i}", t) for i, t in enumerate(types)])
+
+
+INNER_PACKED = np.dtype([("a", np.float64), ("s", packed(np.int32))], align=True)
+UNION = np.dtype({"names": ["a", "b"], "formats": [np.int32, np.float64], "offsets": [0, 0], "itemsize": 16})
+
+
+def with_types(*types: Any, returned: Any = None) -> Callable[..., Any]:
+    """Return a function of up to three parameters with these annotations."""
+
+    async def one(a: Any) -> Any: ...
+
+    async def two(a: Any, b: Any) -> Any: ...
+
+    async def three(a: Any, b: Any, c: Any) -> Any: ...
+
+    function: Callable[..., Any] = (one, two, three)[len(types) - 1]
+    function.__annotations__ = dict(zip("abc", types, strict=False)) | {"return": returned}
+    return function
+
+
+@pytest.mark.parametrize(
+    ("types", "returned", "named"),
+    [
+        ((np.int32, packed(np.float64), int), None, "b is"),  # 24 bytes in C, too, but at other offsets
+        ((packed(np.int8, np.int32),), None, "a is"),
+        ((packed(np.float64, np.int8),), None, "a is"),  # only what is behind it
+        ((packed(np.int32), np.int8), None, "a is"),  # only what is behind all of them
+        ((packed(np.int8, packed(np.int16)),), None, "a is"),
+        ((np.dtype([("a", np.int8), ("s", packed(np.int32))], align=True),), None, "a is"),
+        ((np.dtype([("s", packed(np.int8, np.int32), (2,))], align=True),), None, "a is"),
+        ((np.int8, INNER_PACKED, packed(np.int8, np.int16)), None, "c is"),
+        ((int,), packed(np.int8, np.int32), "result is"),
+        ((int,), packed(np.float64, np.int8), "result is"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [False, True])
+def test_struct_that_c_lays_out_otherwise(types: tuple[Any, ...], returned: Any, named: str, batch: bool) -> None:
+    """A dtype without align=True is refused where a C compiler puts something elsewhere."""
+    with pytest.raises(ao.UsageError, match="align=True") as caught:
+        HostFunction(with_types(*types, returned=returned), batch=batch)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("types", "returned"),
+    [
+        ((packed(np.int32, np.int32),), packed(np.int32, np.int32)),
+        ((np.int8, packed(np.uint8, (np.uint8, (7,)))), packed(np.uint8, np.bool_)),
+        ((int, packed(np.float64)), None),
+        ((np.int8, INNER_PACKED), INNER_PACKED),
+        ((PAIR, np.int8, PAIR), PAIR),
+        ((np.int8, np.dtype("V5"), np.dtype("S3")), np.dtype("V3")),
+        ((UNION,), UNION),
+        ((np.int8,), packed(np.float64)),
+    ],
+    ids=str,
+)
+def test_struct_that_is_like_c_anyway(types: tuple[Any, ...], returned: Any) -> None:
+    """A dtype without align=True is accepted where that makes no difference."""
+    HostFunction(with_types(*types, returned=returned))
+
+
+def test_mapped_array_of_packed_records() -> None:
+    """What a mapped array holds is the kernel's affair: it may point into a file."""
+    made = HostFunction(with_types(np.int8, ao.In[packed(np.int8, np.int32)]))  # type: ignore[misc]
+    assert made.nbytes == 24
+
+
 @pytest.mark.parametrize(
     "function",
     [star, keyword, missing, text, listed, objects, unknown, too_large, large_result, array_result, not_a_coroutine,
