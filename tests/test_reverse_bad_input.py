@@ -438,6 +438,48 @@ async def test_rows_of_which_several_raise(r: CallingRig) -> None:
     assert await r.values(statuses) == [ERROR] * 32
 
 
+@pytest.mark.parametrize("suspends", [False, True])
+@pytest.mark.parametrize("rows", [1, 32])
+async def test_group_of_the_functions_own(r: CallingRig, rows: int, suspends: bool) -> None:
+    """An ExceptionGroup that the function raises is the cause as it is, whatever codes are in it."""
+
+    @r.off.host_function
+    async def f(lane: np.int32, half: np.float32) -> int:
+        if lane == 0:
+            if suspends:
+                await asyncio.sleep(0)
+            raise ExceptionGroup("mine", [ao.HostFunctionError(text, code=9) for text in ("first", "second")])
+        await asyncio.Event().wait()
+        return 0
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    op = r.launch(warp_ask_each, (1 << rows) - 1, values, statuses, block=32)
+    cause = failed(await end_of(op), Code.RAISED, "mine")
+    assert isinstance(cause, ExceptionGroup)
+    assert [str(one) for one in cause.exceptions] == ["first", "second"]
+    assert (await r.values(statuses))[:rows] == [ERROR] * rows
+
+
+async def test_task_group_that_fails(r: CallingRig) -> None:
+    """All failures of a TaskGroup in the function are told, also where they have the same code."""
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        async def fail(text: str) -> None:
+            raise ao.HostFunctionError(text, code=9)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail("first"))
+            group.create_task(fail("second"))
+        return x
+
+    report, _, failure = await r.asked(ask, 1)
+    assert report == [ERROR, Code.RAISED]
+    cause = failed(failure, Code.RAISED)
+    assert isinstance(cause, ExceptionGroup)
+    assert [str(one) for one in cause.exceptions] == ["first", "second"]
+
+
 async def test_function_that_raises_cancelled_error(r: CallingRig) -> None:
     """A function that is cancelled by somebody else ends its kernel's wait with CANCELLED; the launch says so."""
 

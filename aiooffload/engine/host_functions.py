@@ -35,6 +35,7 @@ __all__ = [
     "HostFunction",
     "OnError",
     "ReplyError",
+    "RowsFailed",
     "check_outside",
     "check_wait",
     "current_call",
@@ -150,6 +151,10 @@ class HandlerTimeout(OffloadTimeout):
 
 class ReplyError(UsageError):
     """What a host function returned is not what its annotation says."""
+
+
+class RowsFailed(BaseExceptionGroup[BaseException]):
+    """Several rows of one request failed, each by itself; a group that a host function raises is never one."""
 
 
 class HostFunction(Handler):
@@ -342,7 +347,7 @@ async def _all_of(tasks: list[asyncio.Task[Any]]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
     failures = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
     if len(failures) > 1:
-        raise BaseExceptionGroup("several rows failed", failures)
+        raise RowsFailed("several rows failed", failures)
     if failures:
         raise failures[0]
     return [task.result() for task in tasks]  # raises CancelledError if one was cancelled

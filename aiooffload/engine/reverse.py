@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from aiooffload._native import Caller, Channel, Handler, Request, Word, calling, now_ns
 from aiooffload.drivers.api import CallParameter
-from aiooffload.engine.host_functions import HandlerTimeout, HostFunction, ReplyError, still_waiting
+from aiooffload.engine.host_functions import HandlerTimeout, HostFunction, ReplyError, RowsFailed, still_waiting
 from aiooffload.engine.launches import retrieve
 from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadTimeout, UsageError, WouldBlock
 from aiooffload.rules import wire
@@ -526,13 +526,16 @@ class Reverse:
 
 def _one_of(error: BaseException) -> BaseException:
     """Return the first of several rows' failures where the kernel gets the same for each, else the group."""
-    if not isinstance(error, BaseExceptionGroup):
+    if not isinstance(error, RowsFailed):
         return error
     first = error.exceptions[0]
     if all(isinstance(one, HandlerTimeout) for one in error.exceptions):
         return first
     codes = {one.code if isinstance(one, HostFunctionError) else None for one in error.exceptions}
-    return first if len(codes) == 1 and None not in codes else error
+    if len(codes) == 1 and None not in codes:
+        return first
+    # As the program is to see it: an ExceptionGroup, if they are Exceptions.
+    return BaseExceptionGroup(error.message, error.exceptions).with_traceback(error.__traceback__)
 
 
 def _gave_up(caller: CallingLaunch) -> bool:
