@@ -480,6 +480,82 @@ async def test_task_group_that_fails(r: CallingRig) -> None:
     assert [str(one) for one in cause.exceptions] == ["first", "second"]
 
 
+class Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+    __str__ = __repr__
+
+
+class NoText(Exception):
+    def __repr__(self) -> Any:
+        return 5
+
+
+class Unreachable(BaseException):
+    def __repr__(self) -> str:
+        raise asyncio.CancelledError
+
+
+class NoClass(Exception):
+    @property
+    def __class__(self) -> Any:
+        raise ValueError("no class")
+
+
+class NoCode(ao.HostFunctionError):
+    def __init__(self) -> None:
+        pass
+
+
+class UnreadableCode(ao.HostFunctionError):
+    code = property(lambda self: 1 // 0)
+
+    def __init__(self) -> None:
+        pass
+
+
+class ListedCode(ao.HostFunctionError):
+    def __init__(self) -> None:
+        super().__init__("listed", code=[1])  # type: ignore[arg-type]
+
+
+UNRULY: list[type[BaseException]] = [Unspeakable, NoText, Unreachable, NoClass, NoCode, UnreadableCode, ListedCode]
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+@pytest.mark.parametrize("kind", UNRULY)
+async def test_unruly_exception(r: CallingRig, kind: type[BaseException], suspends: bool) -> None:
+    """An exception fails the launch also if its own methods raise, or its code is none."""
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        if suspends:
+            await asyncio.sleep(0)
+        raise kind
+
+    report, value, failure = await r.asked(ask, 1)
+    assert (report, value) == ([ERROR, Code.RAISED], -1)
+    assert type(failed(failure, Code.RAISED, "'f'", kind.__name__)) is kind
+
+
+@pytest.mark.parametrize("kind", UNRULY)
+async def test_unruly_exceptions_of_rows(r: CallingRig, kind: type[BaseException]) -> None:
+    """So it does if several rows of one request raise such exceptions."""
+
+    @r.off.host_function
+    async def f(lane: np.int32, half: np.float32) -> int:
+        await asyncio.sleep(0)
+        raise kind
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    failure = await end_of(r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32))
+    cause = failed(failure, Code.RAISED, "'f'")
+    assert isinstance(cause, BaseExceptionGroup)
+    assert {type(one) for one in cause.exceptions} == {kind}
+    assert await r.values(statuses) == [ERROR] * 32
+
+
 async def test_function_that_raises_cancelled_error(r: CallingRig) -> None:
     """A function that is cancelled by somebody else ends its kernel's wait with CANCELLED; the launch says so."""
 

@@ -318,36 +318,44 @@ class Reverse:
         return function.encode(result, request.rows, single=request.rows == 1)
 
     def failed(self, request: Request, error: BaseException) -> None:
-        """Answer a request whose handler raised, and let its launches know."""
+        """Answer a request whose handler raised, and let its launches know, whatever is wrong with the exception."""
         function = request.handler
         assert isinstance(function, HostFunction)
         error = _one_of(error)
-        code: int = wire.Code.RAISED
-        if isinstance(error, HandlerTimeout):
+        kind = type(error)  # isinstance() would run code of the exception's own, if it has a __class__
+        code = _code_of(error) or 0
+        if issubclass(kind, HandlerTimeout):
             code = wire.Code.NO_ANSWER
-        elif isinstance(error, ReplyError):
+        elif issubclass(kind, ReplyError):
             code = wire.Code.WRONG_REPLY
-        elif isinstance(error, HostFunctionError) and type(error.code) is int and 0 < error.code < 2**31:
-            code = error.code
+        elif not 0 < code < 2**31:
+            code = wire.Code.RAISED
+        interrupt = error if issubclass(kind, KeyboardInterrupt | SystemExit) and request.task is None else None
+        try:
+            said = f"failed: {error!r}"
+        except BaseException as unsaid:
+            said = f"failed: {object.__repr__(error)}"
+            if isinstance(unsaid, KeyboardInterrupt | SystemExit):
+                interrupt = unsaid
         # Before the answer, with which the launch may end; stopped after it, since that answers the rest.
         blamed = []
         for caller in request.callers:
-            if isinstance(error, asyncio.CancelledError) and caller.stopped:
+            if issubclass(kind, asyncio.CancelledError) and caller.stopped:
                 continue  # as it was asked to
-            text = f"host function {function.name!r}, called by {_kernel(caller)}, failed: {error!r}"
+            text = f"host function {function.name!r}, called by {_kernel(caller)}, {said}"
             failure = HostFunctionError(text, code=code)
             failure.__cause__ = error
             self._note(caller, failure)
             blamed.append(caller)
-        if isinstance(error, HandlerTimeout):
+        if issubclass(kind, HandlerTimeout):
             request.end(wire.Status.TIMEOUT)
-        elif not isinstance(error, asyncio.CancelledError):
+        elif not issubclass(kind, asyncio.CancelledError):
             request.end(wire.Status.ERROR, code)
         for caller in blamed if function.on_error == "cancel" else ():
             self._stop(caller, besides=request)
         # Those two end the loop, as from any task. If it has suspended, its task has raised it there already.
-        if isinstance(error, KeyboardInterrupt | SystemExit) and request.task is None:
-            raise error
+        if interrupt is not None:
+            raise interrupt
 
     def refused(self, caller: Caller, function: int, handler: Handler | None, nbytes: int) -> None:
         """Take note of a call that no function could take."""
@@ -526,12 +534,12 @@ class Reverse:
 
 def _one_of(error: BaseException) -> BaseException:
     """Return the first of several rows' failures where the kernel gets the same for each, else the group."""
-    if not isinstance(error, RowsFailed):
+    if type(error) is not RowsFailed:
         return error
     first = error.exceptions[0]
-    if all(isinstance(one, HandlerTimeout) for one in error.exceptions):
+    if all(issubclass(type(one), HandlerTimeout) for one in error.exceptions):
         return first
-    codes = {one.code if isinstance(one, HostFunctionError) else None for one in error.exceptions}
+    codes = {_code_of(one) for one in error.exceptions}
     if len(codes) == 1 and None not in codes:
         return first
     # As the program is to see it: an ExceptionGroup, if they are Exceptions.
@@ -542,6 +550,17 @@ def _gave_up(caller: CallingLaunch) -> bool:
     """Whether the kernel got no answer to some call within its deadline."""
     trouble = wire.trouble(caller.words[wire.LAUNCH_TROUBLE].load())
     return trouble is not None and trouble[1] is wire.Code.NO_ANSWER
+
+
+def _code_of(error: BaseException) -> int | None:
+    """Return the code that a host function has chosen for its kernel, whether or not it fits; None if none."""
+    if not issubclass(type(error), HostFunctionError):
+        return None
+    try:
+        code = error.code  # type: ignore[attr-defined]
+    except Exception:  # a subclass may have made no code, or another kind of it
+        return None
+    return code if type(code) is int else None
 
 
 def _corrupt(what: str) -> DeviceLostError:
