@@ -569,7 +569,7 @@ async def test_function_that_raises_cancelled_error(r: CallingRig) -> None:
 
     report, _, failure = await r.asked(ask, 3)
     assert report == [CANCELLED, 0]
-    assert failure is not None
+    assert isinstance(failed(failure, Code.RAISED, "'f'", "CancelledError"), asyncio.CancelledError)
 
 
 async def test_function_that_does_not_return(r: CallingRig) -> None:
@@ -996,7 +996,7 @@ async def test_ten_thousand_handlers(r: CallingRig, how: str) -> None:
 
 @pytest.mark.parametrize("limit", [1, 3])
 async def test_limit(r: CallingRig, limit: int) -> None:
-    """Never more than limit handlers of a function run at a time, and as many do, in the order of the requests."""
+    """Never more than limit handlers of a function run at a time, and as many do."""
     running = most = 0
     order = []
 
@@ -1016,6 +1016,130 @@ async def test_limit(r: CallingRig, limit: int) -> None:
     assert await r.values(values) == list(range(n))
     assert most == limit
     assert sorted(order) == list(range(n))
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_limit_keeps_the_order(r: CallingRig, limit: int) -> None:
+    """Those that wait for their turn get it in the order of the requests, however long each takes."""
+    order = []
+
+    @r.off.host_function(limit=limit)
+    async def f(x: int) -> None:
+        order.append(x)
+        await turns(x * 7 % 5)
+
+    report = r.array(1, np.int32)
+    await r.launch(post_many, 100, report)
+    assert await r.values(report) == [OK]
+    assert order == list(range(100))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+async def test_limit_of_batches(device_label: str, limit: int) -> None:
+    """The limit of a batch function is one of batches: what comes while as many run waits, in a batch of its own."""
+    async with calling_rig(device_label, calling_lanes=2) as r:
+        let_go, sizes = asyncio.Event(), []
+        running = most = 0
+
+        @r.off.host_function(batch=True, limit=limit)
+        async def f(x: np.int64) -> np.int64:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            sizes.append(len(x))  # type: ignore[arg-type]
+            await let_go.wait()
+            running -= 1
+            return x + 1
+
+        await r.off.load(ask)
+        results = [(r.array(1), r.array(2, np.int32)) for _ in range(2)]
+        await r.off.drain()
+        ops = []
+        for i in range(2):
+            ops.append(r.launch(ask, i, *results[i]))
+            await until(lambda i=i: r.off.stats()["calls"]["open"] == i + 1)  # type: ignore[misc]
+        await turns()
+        assert running == limit
+        let_go.set()
+        for i, op in enumerate(ops):
+            await op
+            assert await r.values(results[i][0]) == [i + 1]
+        assert (most, sizes) == (limit, [1, 1])
+
+
+async def test_batch_that_does_not_return(r: CallingRig) -> None:
+    """With timeout_s a batch is cancelled, all its calls get TIMEOUT, and the next one is served."""
+    cancelled = []
+
+    @r.off.host_function(batch=True, timeout_s=0.05)
+    async def f(lane: np.int32, half: np.float32) -> np.int64:
+        if not cancelled:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(len(lane))  # type: ignore[arg-type]
+                raise
+        return lane.astype(np.int64)
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    failure = await end_of(r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32))
+    assert isinstance(failed(failure, Code.NO_ANSWER, "'f'", "took over 0.05 s"), ao.OffloadTimeout)
+    assert await r.values(statuses) == [TIMEOUT] * 32
+    assert cancelled == [32]
+    await r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32)
+    assert await r.values(values) == list(range(32))
+
+
+@ao.kernel(
+    cuda=INCLUDE
+    + """extern "C" __global__ void ask_in_turn(ao::Launch launch, int narrow, int* report, int n) {
+        for (int i = 0; i < n; ++i) {
+            long long out = -1;
+            if (i == narrow) report[2 * i] = (int)launch.call(ao::fn("f"), out, i);
+            else report[2 * i] = (int)launch.call(ao::fn("f"), out, (long long)i);
+            report[2 * i + 1] = report[2 * i] == (int)ao::Status::ERROR ? launch.error() : 0;
+        }
+    }""",
+    calls=True,
+)
+def ask_in_turn(launch: Any, narrow: np.int32, report: ao.Out[np.int32], n: np.int32) -> None:
+    """Call f(i) for i below n, one call after the other whatever they return; with an int32 where i is narrow."""
+    for i in range(n):
+        x = np.int32(i) if i == narrow else i
+        report[2 * i], report[2 * i + 1], _ = attempt(lambda x=x: launch.call("f", x, dtype=np.int64))
+
+
+async def test_collected_exceptions_of_batches(r: CallingRig) -> None:
+    """With on_error="collect" a batch function that raises fails the calls of that batch; later ones are served."""
+
+    @r.off.host_function(batch=True, on_error="collect")
+    async def f(x: np.int64) -> np.int64:
+        if (x % 2).any():  # type: ignore[attr-defined]
+            raise Boom(x.tolist())
+        return x
+
+    report = r.array(10, np.int32)
+    cause = failed(await end_of(r.launch(ask_in_turn, -1, report, 5)), Code.RAISED, "and 1 more")
+    assert isinstance(cause, ExceptionGroup)
+    assert [getattr(one.__cause__, "args", None) for one in cause.exceptions] == [([1],), ([3],)]
+    assert await r.values(report) == [OK, 0, ERROR, Code.RAISED] * 2 + [OK, 0]
+
+
+@pytest.mark.parametrize("batch", [False, True])
+async def test_collected_call_of_another_size(r: CallingRig, batch: bool) -> None:
+    """With on_error="collect" a call with other arguments than the function takes lets the launch go on, too."""
+    seen: list[int] = []
+
+    @r.off.host_function(batch=batch, on_error="collect")
+    async def f(x: np.int64) -> np.int64:
+        seen.extend(np.atleast_1d(x))
+        return x
+
+    report = r.array(8, np.int32)
+    failure = await end_of(r.launch(ask_in_turn, 1, report, 4))
+    failed(failure, Code.WRONG_ARGUMENTS, "'f'", "4 bytes", "takes 8")
+    assert await r.values(report) == [OK, 0, ERROR, Code.WRONG_ARGUMENTS, OK, 0, OK, 0]
+    assert seen == [0, 2, 3]
 
 
 async def test_limit_of_rows(r: CallingRig) -> None:
@@ -1420,6 +1544,38 @@ print(statuses)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["end of main", "caught 3", f"[({ERROR}, {int(Code.RAISED)})]"], done.stderr
     assert "Task exception" not in done.stderr
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+def test_interrupt_while_a_failure_is_told(suspends: bool) -> None:
+    """A KeyboardInterrupt out of an exception's __repr__ ends the loop, but no sooner than the launch has failed."""
+    done = run(
+        f"""
+statuses, ops = [], []
+@ao.kernel(calls=True)
+def asks(launch):
+    statuses.append(attempt(lambda: launch.call("f", 1))[:2])
+class Interrupted(Exception):
+    def __repr__(self):
+        raise KeyboardInterrupt(3)
+async def main():
+    async with ao.Offload("host", lanes=1) as off:
+        @off.host_function
+        async def f(x: int) -> int:
+            if {suspends}:
+                await asyncio.sleep(0)
+            raise Interrupted
+        ops.append(off.launch(asks, grid=1, block=1))
+        await ops[0]
+try:
+    asyncio.run(main())
+except KeyboardInterrupt as caught:
+    print("caught", caught)
+print(statuses, type(ops[0].exception().__cause__).__name__)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["caught 3", f"[({ERROR}, {int(Code.RAISED)})] Interrupted"], done.stderr
 
 
 def test_signal_while_a_kernel_calls() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,19 @@ from aiooffload.drivers.host import open_device
 from aiooffload.engine.reverse import CallingLaunch, Reverse
 from aiooffload.rules import wire
 from aiooffload.testing import FaultyDevice, open_offload
-from tests.kernels import nothing, rig
-from tests.reverse_kernels import CallingRig, ask, calling_rig, end_of, in_steps, post_many
+from tests.kernels import hold, nothing, rig, until
+from tests.reverse_kernels import (
+    HOLD,
+    INCLUDE,
+    OK,
+    CallingRig,
+    ask,
+    attempt,
+    calling_rig,
+    end_of,
+    in_steps,
+    post_many,
+)
 
 
 def reverse_of(r: CallingRig) -> Reverse:
@@ -124,6 +136,46 @@ async def test_words_of_a_launch_start_anew(device_label: str) -> None:
         value = r.array(1)
         await r.launch(ask, 6, value, r.array(2, np.int32))
         assert await r.values(value) == [6]
+
+
+@ao.kernel(
+    cuda=INCLUDE
+    + HOLD
+    + """extern "C" __global__ void hold_then_ask(
+        ao::Launch launch, unsigned long long gate, long long* value, int* status) {
+        hold_at(gate);
+        status[0] = (int)launch.call(ao::fn("f"), value[0]);
+    }""",
+    calls=True,
+)
+def hold_then_ask(launch: Any, gate: np.uint64, value: ao.Out[np.int64], status: ao.Out[np.int32]) -> None:
+    """Wait for a gate, then call f."""
+    assert hold.host_function is not None
+    hold.host_function(launch, gate)
+    status[0], _, value[0] = attempt(lambda: launch.call("f"))
+
+
+async def test_request_whose_bell_is_lost(device_label: str) -> None:
+    """What a kernel sends while only the monitor is left is served although its bell is not heard: by the watchdog."""
+    async with calling_rig(device_label, call_timeout_s=2) as r:
+
+        @r.off.host_function
+        async def f() -> int:
+            return 7
+
+        await r.off.load(hold_then_ask)
+        engine, reverse = r.off._engine, reverse_of(r)
+        assert engine is not None
+        assert reverse._opened is not None
+        reverse._opened = reverse._opened._replace(bell=engine._spare_word())  # nobody waits for that one
+        gate, value, status = r.gate(), r.array(1), r.array(1, np.int32)
+        await r.off.drain()
+        op = r.launch(hold_then_ask, gate.address, value, status)
+        await until(lambda: gate.started and engine.completion.armed)
+        gate.open()
+        await op
+        assert await r.values(status) == [OK]
+        assert await r.values(value) == [7]
 
 
 @pytest.mark.allows_blocking("waits for the threads of a device that was given up")
