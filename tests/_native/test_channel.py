@@ -200,6 +200,7 @@ class Host:
     async def settle(self) -> None:
         """Let the loop run until nothing is left of what was drained."""
         await until(lambda: not any(caller.active for caller in self.callers))
+        await asyncio.sleep(0)  # for the callbacks of tasks, where there are any
 
     def reply(self, cell: int, ticket: int) -> Answer | None:
         """The reply to ``ticket``, if the cell has it."""
