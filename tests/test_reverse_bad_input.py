@@ -1513,21 +1513,27 @@ async def test_fork_while_a_kernel_calls(r: CallingRig) -> None:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
 @pytest.mark.parametrize("suspends", [False, True])
-def test_interrupt_in_a_handler(loop: str, error: str, suspends: bool) -> None:
-    """KeyboardInterrupt and SystemExit of a handler reach whoever runs the loop; the kernel gets ERROR."""
+@pytest.mark.parametrize("last", ["raise {error}(3)", "return [Index()]"])
+def test_interrupt_in_a_handler(loop: str, error: str, suspends: bool, last: str) -> None:
+    """KeyboardInterrupt and SystemExit of a handler, or of its result, reach whoever runs the loop; the kernel gets
+    ERROR."""
     done = run(
         f"""
 statuses = []
+class Index:
+    def __index__(self):
+        raise {error}(3)
+    __int__ = __index__
 @ao.kernel(calls=True)
 def asks(launch):
     statuses.append(attempt(lambda: launch.call("f", 1))[:2])
 async def main():
     async with ao.Offload("host", lanes=1) as off:
-        @off.host_function
-        async def f(x: int) -> int:
+        @off.host_function(batch={last.startswith("return")})
+        async def f(x: np.int64) -> np.int64:
             if {suspends}:
                 await asyncio.sleep(0)
-            raise {error}(3)
+            {last.format(error=error)}
         op = off.launch(asks, grid=1, block=1)
         try:
             await op
@@ -1552,6 +1558,10 @@ def test_interrupt_while_a_failure_is_told(suspends: bool) -> None:
     done = run(
         f"""
 statuses = []
+class Index:
+    def __index__(self):
+        raise {error}(3)
+    __int__ = __index__
 @ao.kernel(calls=True)
 def asks(launch):
     statuses.append(attempt(lambda: launch.call("f", 1))[:2])
@@ -1560,8 +1570,8 @@ class Interrupted(Exception):
         raise KeyboardInterrupt(3)
 async def main():
     async with ao.Offload("host", lanes=1) as off:
-        @off.host_function
-        async def f(x: int) -> int:
+        @off.host_function(batch={last.startswith("return")})
+        async def f(x: np.int64) -> np.int64:
             if {suspends}:
                 await asyncio.sleep(0)
             raise Interrupted
