@@ -145,7 +145,7 @@ class Attack:
         }[what]()
 
 
-STRUCT = np.dtype([("name", "U3"), ("flag", "?"), ("when", "M8[s]"), ("bytes", "V40")])
+STRUCT = np.dtype([("name", "U3"), ("flag", "?"), ("when", "M8[s]"), ("bytes", "V40")], align=True)
 
 
 def register(off: ao.Offload) -> None:
