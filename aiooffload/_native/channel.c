@@ -113,8 +113,8 @@ static int begin_batch(AoChannel *self, AoHandler *handler) {
 static int collect(AoChannel *self, AoHandler *handler, AoCaller *caller, const Descriptor *d, const unsigned char *data, PyObject *collected) {
     if (handler->collecting && handler->collecting->rows + d->rows > MOST_ROWS && begin_batch(self, handler) < 0) return -1;
     if (!handler->collecting) {
-        if (!(handler->collecting = ao_request_make(self, handler))) return -1;
         if (PyList_Append(collected, (PyObject *)handler) < 0) return -1;
+        if (!(handler->collecting = ao_request_make(self, handler))) return -1;
     }
     return ao_request_add(handler->collecting, caller, d->ticket, d->cell, d->rows, data);
 }

@@ -1524,6 +1524,62 @@ def test_a_launch_that_goes_between_the_parts_of_a_batch() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[[2048], [1]]"), done.stderr[-2000:]
 
 
+NO_MEMORY = """
+import asyncio, struct, sys
+from _testcapi import remove_mem_hooks, set_nomemory
+from tests._native.test_channel import Host, Kind, count_requests
+
+async def main(kind):
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    refused = 0
+    for n in range(1, 50):
+        host, gate = Host(), asyncio.Event()
+        callers = [host.attach(launch) for launch in range(3)]
+
+        async def answer(x):
+            if kind != "plain":
+                await gate.wait()
+            return x
+
+        host.add(1, answer, "q", "q", kind=Kind.INT, batch=kind == "batch", plain=True)
+        tickets = [host.send(1, struct.pack("q", i), cell=i, launch=i // 20 % 3) for i in range(80)]
+        drain = host.channel.drain
+        set_nomemory(n, n + 1)
+        try:
+            drain(10**9)
+        except MemoryError:
+            remove_mem_hooks()
+            refused += 1
+        remove_mem_hooks()
+        host.drain()
+        gate.set()
+        await host.settle()
+        assert all(host.reply(cell, ticket) for cell, ticket in enumerate(tickets)), n
+        host.owner.forget()
+        host.channel.close()
+        del host, callers
+    print(refused > 0, count_requests())
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "suspends", "batch"])
+def test_no_memory(kind: str) -> None:
+    """Whatever allocation fails in a drain, every call is answered and nothing is left."""
+    pytest.importorskip("_testcapi", reason="this Python cannot pretend that memory has run out")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NO_MEMORY, kind],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "True 0"), done.stderr[-2000:]
+
+
 # -- batches that the drain starts by itself -----------------------------------------------
 
 
