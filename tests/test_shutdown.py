@@ -425,7 +425,7 @@ async def main():
         queued = [off.launch(add, grid=1, block=1, args=(word, 1), lane=lane) for lane in off.lanes for _ in range(3)]
         child = os.fork()
         if child == 0:
-            os.close(2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             {leave}
         found = 0
         while not found:
