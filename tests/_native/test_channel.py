@@ -1532,7 +1532,7 @@ from tests._native.test_channel import Host, Kind, count_requests
 async def main(kind):
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     refused = 0
-    for n in range(1, 50):
+    for n in range(1, 25):
         host, gate = Host(), asyncio.Event()
         callers = [host.attach(launch) for launch in range(3)]
 
