@@ -517,7 +517,7 @@ class UnreadableCode(ao.HostFunctionError):
 
 class ListedCode(ao.HostFunctionError):
     def __init__(self) -> None:
-        super().__init__("listed", code=[1])  # type: ignore[arg-type]
+        super().__init__("listed", code=[1])  # type: ignore[arg-type]  # that is the test
 
 
 UNRULY: list[type[BaseException]] = [Unspeakable, NoText, Unreachable, NoClass, NoCode, UnreadableCode, ListedCode]
@@ -1046,7 +1046,7 @@ async def test_limit_of_batches(device_label: str, limit: int) -> None:
             nonlocal running, most
             running += 1
             most = max(most, running)
-            sizes.append(len(x))  # type: ignore[arg-type]
+            sizes.append(len(x))  # type: ignore[arg-type]  # a batch gets arrays
             await let_go.wait()
             running -= 1
             return x + 1
@@ -1057,7 +1057,7 @@ async def test_limit_of_batches(device_label: str, limit: int) -> None:
         ops = []
         for i in range(2):
             ops.append(r.launch(ask, i, *results[i]))
-            await until(lambda i=i: r.off.stats()["calls"]["open"] == i + 1)  # type: ignore[misc]
+            await until(lambda i=i: r.off.stats()["calls"]["open"] == i + 1)  # type: ignore[misc]  # binds i
         await turns()
         assert running == limit
         let_go.set()
@@ -1077,7 +1077,7 @@ async def test_batch_that_does_not_return(r: CallingRig) -> None:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                cancelled.append(len(lane))  # type: ignore[arg-type]
+                cancelled.append(len(lane))  # type: ignore[arg-type]  # an array
                 raise
         return lane.astype(np.int64)
 
@@ -1114,7 +1114,7 @@ async def test_collected_exceptions_of_batches(r: CallingRig) -> None:
 
     @r.off.host_function(batch=True, on_error="collect")
     async def f(x: np.int64) -> np.int64:
-        if (x % 2).any():  # type: ignore[attr-defined]
+        if (x % 2).any():  # type: ignore[attr-defined]  # an array
             raise Boom(x.tolist())
         return x
 

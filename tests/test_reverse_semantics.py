@@ -698,7 +698,7 @@ async def test_warp_call_each_for_structs(r: CallingRig, mask: int) -> None:
     """Where the lanes' results do not fit one reply, each lane gets its result all the same."""
 
     @r.off.host_function
-    async def f(lane: int) -> POWERS:  # type: ignore[valid-type]
+    async def f(lane: int) -> POWERS:  # type: ignore[valid-type]  # a dtype
         return lane**2, lane**3
 
     values = r.array(64)

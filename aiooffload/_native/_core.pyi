@@ -490,6 +490,7 @@ class Request:
     cr_frame: Any
     cr_origin: Any
     cr_running: bool
+    cr_suspended: bool
 
 class ChannelOwner(Protocol):
     """What a Channel asks of its owner, on the loop's thread."""

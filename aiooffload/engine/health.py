@@ -204,20 +204,19 @@ class Watchdog:
         # None while nothing is in flight: an idle engine wakes nobody.
         self._handle: asyncio.TimerHandle | None = None
         self._last = 0
-        # For how many ticks, and how long, nothing has moved; how long the next tick takes.
-        self._still_ticks, self._still_s, self._interval_s = 0, 0.0, TICK_S
+        # How long nothing has moved, and how long the next tick takes.
+        self._still_s, self._interval_s = 0.0, TICK_S
         self._asked_ns = 0
         self.checks = 0
 
     def notice(self) -> None:
         """Something went to the device."""
         if self._handle is None:
-            self._still_ticks, self._still_s = 0, 0.0
+            self._still_s, self._interval_s = 0.0, TICK_S
             self._last = self._completed()
             self._call_later()
 
     def _call_later(self) -> None:
-        self._interval_s = TICK_S * min(1 + self._still_ticks, SLOWEST)
         self._handle = self._loop.call_later(self._interval_s, self._tick, context=self._context)
 
     def ask_if_due(self) -> None:
@@ -246,10 +245,10 @@ class Watchdog:
             return
         completed, before_s = self._completed(), self._still_s
         if completed == self._last:
-            self._still_ticks += 1
             self._still_s += self._interval_s
+            self._interval_s = min(self._interval_s + TICK_S, SLOWEST * TICK_S)
         else:
-            self._still_ticks, self._still_s = 0, 0.0
+            self._still_s, self._interval_s = 0.0, TICK_S
         self._last = completed
         # Also while marks arrive: after a fault on one lane, others may go on for seconds.
         if not self._ask():

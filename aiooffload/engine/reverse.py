@@ -557,7 +557,7 @@ def _code_of(error: BaseException) -> int | None:
     if not issubclass(type(error), HostFunctionError):
         return None
     try:
-        code = error.code  # type: ignore[attr-defined]
+        code = error.code  # type: ignore[attr-defined]  # it is one, by its type
     except Exception:  # a subclass may have made no code, or another kind of it
         return None
     return code if type(code) is int else None

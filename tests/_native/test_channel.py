@@ -478,7 +478,7 @@ async def test_a_task_shows_its_handler(host: Host) -> None:
     gate.set()
     await host.settle()
     assert "patient" in repr(task)
-    assert inspect.getcoroutinestate(request) == inspect.CORO_CLOSED  # type: ignore[arg-type]
+    assert inspect.getcoroutinestate(request) == inspect.CORO_CLOSED  # type: ignore[arg-type]  # not by name
 
 
 async def test_a_task_factory_that_wraps(host: Host) -> None:

@@ -174,7 +174,7 @@ def test_struct_that_is_like_c_anyway(types: tuple[Any, ...], returned: Any) -> 
 
 def test_mapped_array_of_packed_records() -> None:
     """What a mapped array holds is the kernel's affair: it may point into a file."""
-    made = HostFunction(with_types(np.int8, ao.In[packed(np.int8, np.int32)]))  # type: ignore[misc]
+    made = HostFunction(with_types(np.int8, ao.In[packed(np.int8, np.int32)]))  # type: ignore[misc]  # a dtype
     assert made.nbytes == 24
 
 

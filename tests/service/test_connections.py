@@ -218,7 +218,7 @@ async def test_trailers_are_no_headers() -> None:
         seen.append([name for name, _ in scope["headers"]])
         await Site()(scope, receive, send)
 
-    async with server_of(site) as port:  # type: ignore[arg-type]
+    async with server_of(site) as port:  # type: ignore[arg-type]  # an application of the test
         text = CHUNKED.replace(b"host: x", b"host: x\r\nconnection: close") + b"0\r\nauthorization: Bearer t\r\n\r\n"
         assert (await rest(await connect(port, text))).status == 200
         assert seen == [[b"host", b"connection", b"transfer-encoding"]]

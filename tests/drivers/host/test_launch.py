@@ -229,7 +229,7 @@ class Answering(Wire):
 
             wait, poll, leave = made.wait, made.poll, made.leave
 
-        self.launch._port = Answers()  # type: ignore[assignment]
+        self.launch._port = Answers()  # type: ignore[assignment]  # in its place
 
     def serve(self, ticket: int, rows: int) -> None:
         """Answer a request with the next rows."""
@@ -397,7 +397,7 @@ def test_mapped_array_is_lent_until_the_call_is_over(
     if how != "drop":
         line.answer(0, status, Kind.NONE, bytes(8) if status is Status.ERROR else b"")
     for _ in range(2 if how == "wait" else 0):
-        with contextlib.nullcontext() if status is Status.OK else pytest.raises(BaseException):  # noqa: PT011
+        with contextlib.nullcontext() if status is Status.OK else pytest.raises(BaseException):  # noqa: PT011  # which, is not the point
             pending.wait()
     assert how != "poll" or (pending.poll() and pending.poll())
     assert is_lent(array) is (how == "drop")
@@ -436,7 +436,7 @@ def test_threads_that_wait_for_one_call(ended: list[int | None]) -> None:
     """One of them takes the reply and ends the loan; the others get the same result, and no other call's."""
     array, port = np.arange(3), Counting()
     loan = lent.lend([Mapped(array, MapKind.TO)])
-    pending = PendingCall(port, "f", 0, 0, 1, None, loan)  # type: ignore[arg-type]
+    pending = PendingCall(port, "f", 0, 0, 1, None, loan)  # type: ignore[arg-type]  # a port of the test
     with ThreadPoolExecutor(4) as threads:
         results = [threads.submit(lambda: (pending.wait(), is_lent(array))) for _ in range(4)]
         assert port.inside.acquire(timeout=10)
@@ -450,7 +450,7 @@ def test_threads_that_wait_for_one_call(ended: list[int | None]) -> None:
 def test_poll_while_another_thread_waits() -> None:
     """The reply is the waiting thread's: poll neither takes it nor waits until that has."""
     port = Counting()
-    pending = PendingCall(port, "f", 0, 0, 1, None, None)  # type: ignore[arg-type]
+    pending = PendingCall(port, "f", 0, 0, 1, None, None)  # type: ignore[arg-type]  # a port of the test
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pending.wait)
         assert port.inside.acquire(timeout=10)
