@@ -953,7 +953,10 @@ class Offload:
         return Trace(path, timeout_s, self._open_engine)
 
     async def drain(self) -> None:
-        """Wait until everything submitted so far and meanwhile is done. Raises nothing of theirs."""
+        """Wait until everything submitted so far and meanwhile is done. Raises nothing of theirs.
+
+        When it returns, the done callbacks of all that have been called, too.
+        """
         await self._open_engine().drain()
 
     async def room(self) -> None:

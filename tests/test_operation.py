@@ -290,6 +290,31 @@ async def test_progress_without_anybody_awaiting(device_label: str) -> None:
         assert await r.read(word) == 10
 
 
+async def test_drain_comes_after_the_callbacks(device_label: str) -> None:
+    """When drain() returns, what was to be called at an end has been called, also when all was done before."""
+    async with rig(device_label) as r:
+        word, seen = r.word(), []
+
+        def go_on(operation: ao.Operation[None]) -> None:
+            seen.append(operation)
+            if len(seen) < 3:
+                launch()
+
+        def launch() -> ao.Operation[None]:
+            op = r.launch(add, word, 1)
+            op.add_done_callback(go_on)
+            return op
+
+        op = launch()
+        while not op.done():
+            pass
+        assert not seen
+        await r.off.drain()
+        assert len(seen) == 3
+        assert all(one.done() for one in seen)
+        assert await r.read(word) == 3
+
+
 @pytest.mark.parametrize("use", ["await", "done", "result", "cancel", "exception"])
 async def test_use_from_another_thread(device_label: str, use: str) -> None:
     """Another thread gets a UsageError that says what to do, and the operation goes on."""

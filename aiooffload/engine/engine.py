@@ -560,15 +560,19 @@ class Engine:
                     future.set_result(None)
 
     async def drain(self) -> None:
-        """Wait until everything submitted is done; raises nothing of theirs."""
+        """Wait until everything submitted is done and its callbacks have run; raises nothing of theirs."""
         check_outside("drain")
         check_no_step(self, "drain")
-        while not self.quiet:
-            future = self.loop.create_future()
-            self._drains.append(future)
-            self.lanes.mark_all()
-            self.completion.attention = True
-            await future
+        while True:
+            while not self.quiet:
+                future = self.loop.create_future()
+                self._drains.append(future)
+                self.lanes.mark_all()
+                self.completion.attention = True
+                await future
+            await asyncio.sleep(0)  # the callbacks of what ended in this very turn are still to come
+            if self.quiet:
+                return
 
     def _warn_stall(self, seconds: float) -> None:
         log.warning(
