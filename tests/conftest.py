@@ -283,7 +283,6 @@ class Gates:
         self.blocking.deactivate()
 
     def pytest_collection_finish(self) -> None:
-        # Everything imported by now stays; leaving it out makes a collection per test cheap.
         gc.collect()
         gc.freeze()
 
@@ -326,6 +325,8 @@ class Gates:
             if leaks:  # what a thread held that was just ending when the collector came: it has been waited for
                 gc.collect()
                 leaks = self.baseline.leaks()
+        # What is left now is pytest's and of imports, and stays: without it the next test's collection is cheap.
+        gc.freeze()
         problems += leaks
         problems += self.loop_errors.texts
         if problems:
