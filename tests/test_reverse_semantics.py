@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import gc
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -932,6 +933,47 @@ async def test_batch_over_several_launches(device_label: str) -> None:
         held.set()
         for i in range(2):
             assert await r.values(results[i][0]) == [i + 1]
+
+
+async def test_batch_of_which_all_launches_are_cancelled(device_label: str) -> None:
+    """A batch for several launches is cancelled with the last of them."""
+    async with calling_rig(device_label, calling_lanes=2) as r:
+        found: list[tuple[ao.Operation[None], ...]] = []
+        cancelled = asyncio.Event()
+
+        @r.off.host_function(batch=True)
+        async def f(x: np.int64) -> np.int64:
+            call = ao.current_call()
+            assert call is not None
+            found.append(call.operations)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if len(call.operations) == 2:
+                    cancelled.set()
+                raise
+            return x
+
+        await r.off.load(ask)
+        results = [(r.array(1), r.array(2, np.int32)) for _ in range(2)]
+        await r.off.drain()
+        for attempt in range(12):
+            found.clear()
+            ops = [r.launch(ask, i, *results[i]) for i in range(2)]
+            end = time.monotonic() + 0.001 * 2**attempt  # without a turn of the loop, so that both are read at once
+            while time.monotonic() < end:
+                pass
+            await until(lambda: sum(map(len, found)) == 2)
+            ops[0].cancel()
+            await turns(3)
+            assert not cancelled.is_set()
+            ops[1].cancel()
+            for i, op in enumerate(ops):
+                assert isinstance(await end_of(op), asyncio.CancelledError)
+                assert (await r.values(results[i][1]))[0] == CANCELLED
+            if cancelled.is_set():
+                break
+        assert len(found) == 1
 
 
 async def test_progress(r: CallingRig) -> None:

@@ -474,8 +474,8 @@ class Request:
         """Run the handler's coroutine in an eager task; its result is the reply."""
     def end(self, status: int, code: int = 0) -> None:
         """Answer what is open without a result; it is over unless its handler runs."""
-    def drop(self, caller: Caller) -> bool:
-        """Answer CANCELLED to one launch; whether it also comes from others."""
+    def drop(self) -> bool:
+        """Answer CANCELLED to those launches that were stopped; whether it also comes from others."""
     def __await__(self) -> Self: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Any: ...

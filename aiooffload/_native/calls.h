@@ -83,6 +83,8 @@ int ao_request_seal(AoRequest *request);
 int ao_request_close(AoRequest *request);
 /* Runs its handler's first step. Steals `coroutine`, which may be NULL with the handler's exception set. */
 int ao_request_start(AoRequest *request, PyObject *coroutine);
+/* Answers CANCELLED to those of its launches that were stopped; returns whether another one still wants an answer. */
+int ao_request_drop(AoRequest *request);
 /* The current exception is its handler's. */
 int ao_request_fail(AoRequest *request);
 /* Answers one entry with `rows` results of `nbytes` each at `data`, or with a code. */

@@ -102,7 +102,7 @@ static int begin_batch(AoChannel *self, AoHandler *handler) {
     handler->collecting = NULL;
     int status;
     if (request->count == 0) status = 0; /* there was no memory for the first */
-    else if (self->closed) status = ao_request_close(request);
+    else if (!ao_request_drop(request)) status = ao_request_close(request); /* stopped since it was read */
     else if (!handler->plain) status = begin(self, request);
     else status = ao_request_seal(request) < 0 ? ao_request_fail(request) : ao_request_start(request, ao_handler_call_batch(handler, request));
     Py_DECREF(request);

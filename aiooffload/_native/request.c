@@ -385,12 +385,18 @@ static PyObject *make_task(AoRequest *self) {
     return task;
 }
 
-/* Whether all of its launches were stopped. */
-static int is_unwanted(const AoRequest *self) {
-    if (self->channel->closed) return 1;
-    for (uint32_t i = 0; i < self->count; i++)
-        if (!self->entries[i].caller->stopped) return 0;
-    return 1;
+int ao_request_drop(AoRequest *self) {
+    if (self->channel->closed) return 0;
+    int wanted = 0, answered = 0;
+    for (uint32_t i = 0; i < self->count; i++) {
+        AoEntry *entry = &self->entries[i];
+        wanted |= !entry->caller->stopped;
+        if (!entry->caller->stopped || !entry->open) continue;
+        ao_answer(self->channel, entry, AO_STATUS_CANCELLED, AO_KIND_NONE, NULL, 0, 0);
+        answered = 1;
+    }
+    if (answered) ao_host_notify();
+    return wanted;
 }
 
 /* Its handler has suspended: its launches have to know it, to be able to stop it. */
@@ -440,7 +446,6 @@ int ao_request_start(AoRequest *self, PyObject *coroutine) {
         Py_DECREF(coroutine);
         return ao_request_fail(self);
     }
-    int wanted = !is_unwanted(self);
     self->coroutine = coroutine;
     self->running = 1;
     PyObject *task = make_task(self);
@@ -459,7 +464,7 @@ int ao_request_start(AoRequest *self, PyObject *coroutine) {
     } else {
         status = await_task(self, task);
         /* Stopped in its first step, when nobody could see its task yet. */
-        if (status == 0 && wanted && is_unwanted(self)) {
+        if (status == 0 && !ao_request_drop(self)) {
             PyObject *ignored = PyObject_CallMethodNoArgs(task, s_cancel);
             Py_XDECREF(ignored);
             status = ignored ? 0 : -1;
@@ -484,17 +489,7 @@ static PyObject *request_end(AoRequest *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* drop(caller) -> whether somebody else still wants an answer: those of `caller` get CANCELLED. */
-static PyObject *request_drop(AoRequest *self, PyObject *caller) {
-    int others = 0;
-    for (uint32_t i = 0; i < self->count; i++) {
-        AoEntry *entry = &self->entries[i];
-        if ((PyObject *)entry->caller != caller) others = 1;
-        else if (!self->channel->closed) ao_answer(self->channel, entry, AO_STATUS_CANCELLED, AO_KIND_NONE, NULL, 0, 0);
-    }
-    ao_host_notify();
-    return PyBool_FromLong(others);
-}
+static PyObject *request_drop(AoRequest *self, PyObject *Py_UNUSED(ignored)) { return PyBool_FromLong(ao_request_drop(self)); }
 
 static PyObject *request_callers(AoRequest *self, void *Py_UNUSED(closure)) {
     PyObject *found = PyDict_New(); /* ordered, each once */
@@ -595,7 +590,7 @@ static void request_dealloc(AoRequest *self) {
 static PyMethodDef request_methods[] = {
     {"start", (PyCFunction)request_start, METH_O, "Run a coroutine whose result is the reply."},
     {"end", (PyCFunction)request_end, METH_VARARGS, "Answer what is open without a result."},
-    {"drop", (PyCFunction)request_drop, METH_O, "Answer CANCELLED to one launch; whether others remain."},
+    {"drop", (PyCFunction)request_drop, METH_NOARGS, "Answer CANCELLED to launches that were stopped; whether others remain."},
     {"task_ended", (PyCFunction)request_task_ended, METH_O, "End what the task has not."},
     {"send", (PyCFunction)request_send, METH_O, "Let its handler go on, for the task that runs it."},
     {"throw", (PyCFunction)request_throw, METH_VARARGS, "Raise something in its handler, for the task that runs it."},

@@ -61,7 +61,7 @@ class Opened(NamedTuple):
 class CallingLaunch(Caller):
     """A launch on the device whose kernel calls."""
 
-    __slots__ = ("failures", "goal", "index", "parent", "words")
+    __slots__ = ("failures", "goal", "index", "last", "parent", "words")
 
     index: int
     """Its block in the shared memory, until everything it sent was read."""
@@ -72,6 +72,12 @@ class CallingLaunch(Caller):
     """What the host function served that launched it, if one did."""
     words: dict[int, Word]
     """Of its block, by offset."""
+    last: dict[int, int]
+    """What they said when everything was read: from then on they may be another launch's."""
+
+    def read(self, offset: int) -> int:
+        """Return what its kernel has said there."""
+        return self.last[offset] if self.ended else self.words[offset].load()
 
 
 class Reverse:
@@ -289,6 +295,7 @@ class Reverse:
         self._ending = waiting
         self.channel.unsettled = len(waiting)
         for caller in ended:
+            caller.last = {offset: word.load() for offset, word in caller.words.items()}
             self._detach(caller)
             caller.ended = True
             # Its kernel died, or gave up waiting: nobody wants what its handlers would give.
@@ -402,17 +409,15 @@ class Reverse:
         operation = caller.operation
         stopped = operation.stop
         # It was asked to stop and has seen it; else it completed all the same.
-        if stopped is not None and (
-            caller.told or caller.words[wire.LAUNCH_SEEN].load() or operation.failure is not None
-        ):
+        if stopped is not None and (caller.told or caller.read(wire.LAUNCH_SEEN) or operation.failure is not None):
             failure: BaseException = stopped
             return failure
         if caller.failures:
             return _together(caller.failures)
-        trouble = wire.trouble(caller.words[wire.LAUNCH_TROUBLE].load())
+        trouble = wire.trouble(caller.read(wire.LAUNCH_TROUBLE))
         if trouble is not None:
             return self._trouble(caller, *trouble)
-        if stopped is None and not caller.stopped and caller.words[wire.LAUNCH_SEEN].load():
+        if stopped is None and not caller.stopped and caller.read(wire.LAUNCH_SEEN):
             text = f"{_kernel(caller)} was asked to stop by nobody: some kernel wrote where it must not"
             return HostFunctionError(text, code=wire.Code.RAISED)
         kernel_failure: BaseException | None = operation.failure
@@ -458,7 +463,7 @@ class Reverse:
         if caller.active:  # something is cut short, so it does not complete all the same
             caller.told = True
         for request in list(caller.requests):
-            if request is not besides and not request.drop(caller) and request.task is not None:
+            if request is not besides and not request.drop() and request.task is not None:
                 request.task.cancel()
 
     def look(self) -> None:
@@ -519,7 +524,7 @@ class Reverse:
         return self._said(caller)
 
     def _said(self, caller: CallingLaunch) -> tuple[int, int]:
-        return caller.words[wire.LAUNCH_PROGRESS].load(), caller.words[wire.LAUNCH_PROGRESS + 8].load()
+        return caller.read(wire.LAUNCH_PROGRESS), caller.read(wire.LAUNCH_PROGRESS + 8)
 
     def stats(self) -> dict[str, int]:
         """Return counters: what was read, what made no sense, what is open."""
@@ -548,7 +553,7 @@ def _one_of(error: BaseException) -> BaseException:
 
 def _gave_up(caller: CallingLaunch) -> bool:
     """Whether the kernel got no answer to some call within its deadline."""
-    trouble = wire.trouble(caller.words[wire.LAUNCH_TROUBLE].load())
+    trouble = wire.trouble(caller.read(wire.LAUNCH_TROUBLE))
     return trouble is not None and trouble[1] is wire.Code.NO_ANSWER
 
 

@@ -1346,44 +1346,72 @@ async def test_a_batch_starts_from_the_context_of_its_function(host: Host) -> No
 
 
 async def test_drop_from_a_batch(host: Host) -> None:
-    """drop() answers CANCELLED to one launch of a batch and says whether there are others; those get their results."""
-    first, second = host.attach(0), host.attach(1)
+    """drop() answers CANCELLED to launches that were stopped and says whether there are others; those get their
+    results."""
+    first, second, third = (host.attach(launch) for launch in range(3))
     gate = asyncio.Event()
 
     async def handler() -> str:
         await gate.wait()
-        return "abcd"
+        return "abcdef"
 
     host.owner.on_begin = lambda request: request.start(handler())
     host.owner.on_encode = lambda request, result: result.encode()
     host.add(1, nothing, reply_nbytes=1, kind=Kind.UINT, batch=True)
-    tickets = [host.send(1, cell=cell, launch=cell % 2) for cell in range(4)]
+    tickets = [host.send(1, cell=cell, launch=cell % 3) for cell in range(6)]
     host.drain()
     (request,) = first.requests
-    assert request.drop(first) is True
-    assert [host.reply(cell, tickets[cell]) for cell in range(4)] == [CANCELLED, None, CANCELLED, None]
-    assert (first.told, second.told, first.active, request.finished) == (True, False, 2, False)
+    assert request.drop() is True
+    assert [host.reply(cell, tickets[cell]) for cell in range(6)] == [None] * 6
+    first.stopped = True
+    assert request.drop() is True
+    assert [host.reply(cell, tickets[cell]) for cell in range(6)] == [CANCELLED, None, None] * 2
+    third.stopped = True
+    assert request.drop() is True
+    assert [host.reply(cell, tickets[cell]) for cell in range(6)] == [CANCELLED, None, CANCELLED] * 2
+    assert (first.told, second.told, third.told, first.active, request.finished) == (True, False, True, 2, False)
     gate.set()
     await host.settle()
-    expected = [CANCELLED, Answer(Status.OK, Kind.UINT, b"b"), CANCELLED, Answer(Status.OK, Kind.UINT, b"d")]
-    assert [host.reply(cell, tickets[cell]) for cell in range(4)] == expected
+    of_second = {cell: Answer(Status.OK, Kind.UINT, b"abcdef"[cell : cell + 1]) for cell in (1, 4)}
+    assert [host.reply(cell, tickets[cell]) for cell in range(6)] == [of_second.get(i, CANCELLED) for i in range(6)]
 
 
-async def test_drop_of_the_only_launch(host: Host) -> None:
-    """drop() of the only launch says that nobody else is left, of a stranger that there is somebody, to whom nothing
-    happens."""
-    caller, stranger = host.attach(0), host.attach(1)
-    host.add(1, nothing, plain=False)
-    ticket = host.send(1, cell=0)
+async def test_drop_of_the_last_launch(host: Host) -> None:
+    """drop() says that nobody is left once each of its launches was stopped, in whatever order."""
+    callers = [host.attach(launch) for launch in range(2)]
+    host.add(1, nothing, plain=False, batch=True)
+    tickets = [host.send(1, cell=cell, launch=cell) for cell in range(2)]
     host.drain()
     (request,) = host.owner.begun
-    assert request.drop(stranger) is True
-    assert host.reply(0, ticket) is None
-    assert request.drop(caller) is False
-    assert host.reply(0, ticket) == CANCELLED
+    for caller, wanted in zip(reversed(callers), (True, False), strict=True):
+        caller.stopped = True
+        assert request.drop() is wanted
+    assert [host.reply(cell, tickets[cell]) for cell in range(2)] == [CANCELLED] * 2
     assert not request.finished
     request.end(Status.OK)
-    assert (request.finished, host.reply(0, ticket)) == (True, CANCELLED)
+    assert (request.finished, host.reply(0, tickets[0])) == (True, CANCELLED)
+
+
+@pytest.mark.parametrize("stopped", [{0}, {0, 1}])
+async def test_stopped_between_read_and_begun(host: Host, stopped: set[int]) -> None:
+    """What a launch has sent that was stopped meanwhile gets CANCELLED; a batch of nothing else is not begun."""
+    callers = [host.attach(launch) for launch in range(2)]
+
+    async def stop() -> None:
+        for launch in stopped:
+            callers[launch].stopped = True
+
+    host.add(1, nothing, plain=False, batch=True)
+    host.add(2, stop)
+    tickets = [host.send(1, cell=cell, launch=cell) for cell in range(2)]
+    host.send(2, cell=wire.NO_CELL, launch=1)
+    host.drain()
+    expected = [CANCELLED if cell in stopped else None for cell in range(2)]
+    assert [host.reply(cell, tickets[cell]) for cell in range(2)] == expected
+    assert len(host.owner.begun) == (len(stopped) < 2)
+    assert [caller.active for caller in callers] == [len(stopped) < 2] * 2
+    for request in host.owner.begun:
+        request.end(Status.OK)
 
 
 async def test_a_batch_that_fails(host: Host) -> None:
@@ -2326,7 +2354,8 @@ async def test_after_close_nothing_is_read_or_written(host: Host) -> None:
     assert not host.channel.pending()
     assert host.drain() == 0
     requests[0].end(Status.OK)
-    requests[1].drop(caller)
+    caller.stopped = True
+    assert requests[1].drop() is False
     requests[1].end(Status.ERROR, 3)
     gate.set()
     await host.settle()

@@ -138,6 +138,30 @@ async def test_words_of_a_launch_start_anew(device_label: str) -> None:
         assert await r.values(value) == [6]
 
 
+async def test_block_that_is_another_launchs_already(device_label: str) -> None:
+    """A launch whose posts are still being served keeps what its kernel has said; its block may be another's by then."""
+    async with calling_rig(device_label) as r:
+        gate, served = asyncio.Event(), []
+
+        @r.off.host_function
+        async def f(x: int) -> None:
+            await gate.wait()
+            served.append(x)
+
+        await r.off.load(post_many)
+        op = r.launch(post_many, 3, r.array(1, np.int32))
+        reverse = reverse_of(r)
+        assert reverse._opened is not None
+        await until(lambda: any(caller.ended for caller in reverse.callers.values()))
+        (caller,) = reverse.callers.values()
+        at = wire.launch_offset(caller.index)
+        reverse._opened.shared.array[at : at + wire.LAUNCH_END] = 0xFF
+        gate.set()
+        await op
+        assert served == [0, 1, 2]
+        assert [pair async for pair in op.progress()] == []
+
+
 @ao.kernel(
     cuda=INCLUDE
     + HOLD
