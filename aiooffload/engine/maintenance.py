@@ -37,7 +37,7 @@ class Participant(Protocol):
         """Go on. On its loop."""
 
     def settle_pauses(self) -> None:
-        """No kernel that calls is on any device any more: begin the pauses that waited for that. On its loop."""
+        """Begin the pauses that wait until no kernel that calls is on any device, if so. On its loop."""
 
 
 class Barrier:
@@ -46,9 +46,7 @@ class Barrier:
     def __init__(self) -> None:
         # Guards those below; never held while waiting.
         self._lock = threading.Lock()
-        # How many kernels that call are on devices of this process: no pause takes hold before they are
-        # over, since their host functions may need any of the participants.
-        self.calling = 0
+        self._calling: dict[asyncio.AbstractEventLoop, int] = {}  # none with 0
         self._participants: dict[Participant, None] = {}
         # Whoever is first has its turn; the others wait for theirs, each on its own loop.
         self._turns: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
@@ -67,11 +65,22 @@ class Barrier:
         """Return how many participants there are."""
         return len(self._participants)
 
+    @property
+    def calling(self) -> int:
+        """How many kernels that call are on devices of this process.
+
+        No pause takes hold before they are over: their host functions may need any of the participants. Those of a
+        loop that does not run have none.
+        """
+        return sum(count for loop, count in list(self._calling.items()) if loop.is_running())
+
     def count_calling(self, change: int, here: asyncio.AbstractEventLoop) -> None:
         """So many more kernels that call are on a device. When there are none, pauses that were asked for begin."""
         with self._lock:
-            self.calling += change
-            participants = list(self._participants) if self.calling == 0 else []
+            count = self._calling.pop(here, 0) + change
+            if count:
+                self._calling[here] = count
+            participants = [] if self.calling else list(self._participants)
         for participant in participants:
             _call(participant, here, participant.settle_pauses)
 
@@ -136,6 +145,9 @@ class Barrier:
             await asyncio.wait([idle], timeout=_LOOK_AGAIN_S)
             if participant not in self._participants or not participant.loop.is_running():
                 return
+            # Nobody says so when a loop ends that has left kernels which call.
+            if not idle.done() and not self.calling:
+                _call(participant, asyncio.get_running_loop(), participant.settle_pauses)
 
     def _is_first(self, turn: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> bool:
         """Whether it is this one's turn. Whoever is before it on a loop that does not run is passed over."""

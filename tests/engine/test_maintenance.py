@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 import aiooffload as ao
 from aiooffload.engine.maintenance import Barrier
 from tests.kernels import Rig, add, nothing, rig, turns, until
+from tests.reverse_kernels import ask, calling_rig, end_of
 
 
 def fresh() -> ao.Kernel:
@@ -99,6 +101,42 @@ def test_idle_offload_on_a_loop_that_does_not_run() -> None:
         loop.close()
 
 
+def test_kernel_that_calls_on_a_loop_that_does_not_run() -> None:
+    """A kernel that waits for a host function of a loop that is not running holds up nobody's load."""
+    loop = asyncio.new_event_loop()
+    first = calling_rig("host")
+
+    async def begin() -> ao.Operation[None]:
+        r = await first.__aenter__()
+        inside = asyncio.Event()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            inside.set()
+            await asyncio.Event().wait()
+            return x
+
+        op = r.launch(ask, 1, r.array(1), r.array(2, np.int32))
+        await inside.wait()
+        return op
+
+    async def main() -> None:
+        async with rig("host", load=False, limit_s=5) as r:
+            await r.launch(fresh())
+
+    async def end(op: ao.Operation[None]) -> None:
+        op.cancel()
+        assert isinstance(await end_of(op), asyncio.CancelledError)
+        await first.__aexit__(None, None, None)
+
+    op = loop.run_until_complete(begin())
+    try:
+        asyncio.run(main())
+    finally:
+        loop.run_until_complete(end(op))
+        loop.close()
+
+
 # The barrier by itself
 
 
@@ -131,6 +169,59 @@ class Side:
 
     def resume(self) -> None:
         self.paused -= 1
+
+
+class CallingSide(Side):
+    """One that pauses only while no kernel that calls is on a device."""
+
+    def __init__(self, barrier: Barrier) -> None:
+        super().__init__(busy=True)
+        self.barrier = barrier
+
+    def pause(self, idle: Callable[[], None]) -> None:
+        super().pause(idle)
+        self.settle_pauses()
+
+    def settle_pauses(self) -> None:
+        if self.paused and not self.barrier.calling:
+            self.finish()
+
+
+async def test_pause_waits_for_kernels_that_call(pool: ThreadPoolExecutor) -> None:
+    """No pause begins before the last kernel that calls is over, on whatever loop."""
+    barrier, here = Barrier(), asyncio.get_running_loop()
+    barrier.join(CallingSide(barrier))
+    barrier.count_calling(2, here)
+    run = asyncio.ensure_future(barrier.run(lambda: 7, pool))
+    await turns(5)
+    barrier.count_calling(-1, here)
+    await turns(5)
+    assert barrier.calling == 1
+    assert not run.done()
+    barrier.count_calling(-1, here)
+    assert await run == 7
+
+
+async def test_loop_that_ends_with_a_kernel_that_calls(pool: ThreadPoolExecutor) -> None:
+    """Kernels that call count while the loop runs that serves them: when it ends, a pause goes on, told or not."""
+    barrier, counted, stop = Barrier(), threading.Event(), threading.Event()
+    barrier.join(CallingSide(barrier))
+
+    async def leave_one() -> None:
+        barrier.count_calling(1, asyncio.get_running_loop())
+        counted.set()
+        await asyncio.to_thread(stop.wait)
+
+    thread = asyncio.ensure_future(asyncio.to_thread(asyncio.run, leave_one()))
+    await until(counted.is_set)
+    run = asyncio.ensure_future(barrier.run(lambda: 7, pool))
+    await turns(5)
+    assert barrier.calling == 1
+    assert not run.done()
+    stop.set()
+    await thread
+    assert await asyncio.wait_for(run, 5) == 7
+    assert barrier.calling == 0
 
 
 async def test_call_runs_while_all_are_paused(pool: ThreadPoolExecutor) -> None:

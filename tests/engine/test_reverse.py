@@ -139,7 +139,7 @@ async def test_words_of_a_launch_start_anew(device_label: str) -> None:
 
 
 async def test_block_that_is_another_launchs_already(device_label: str) -> None:
-    """A launch whose posts are still being served keeps what its kernel has said; its block may be another's by then."""
+    """A launch whose posts are still being served keeps what its kernel said: its block may be another's by then."""
     async with calling_rig(device_label) as r:
         gate, served = asyncio.Event(), []
 
