@@ -761,7 +761,7 @@ class Offload:
         """
         engine = self._open_engine()
         engine.check_open()
-        return await engine.memory.pinned(shape, dtype, lambda nbytes: engine.offload(engine.memory.register, nbytes))
+        return await engine.memory.pinned(shape, dtype, engine.register)
 
     # -- copying ---------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from tests.reverse_kernels import (
     ask_narrow,
     attempt,
     calling_rig,
+    echo_kernel,
     end_of,
     give_up,
     map_array,
@@ -236,9 +237,18 @@ async def test_result_that_does_not_fit(r: CallingRig, returned: Any, value: Any
         lambda x: x.astype(np.uint64),
         lambda x: ["text"] * len(x),
         lambda x: [2**70] * len(x),
+        lambda x: [1.5] * len(x),
+        lambda x: ["12"] * len(x),
+        lambda x: (*range(31), None),
+        lambda x: list(x.astype(np.int32)),
+        lambda x: [[i] for i in range(32)],
+        lambda x: dict.fromkeys(range(32), 0),
     ],
-    ids=["None", "a number", "shorter", "longer", "another shape", "float64", "uint64", "text", "out of range"],
-)
+    ids=[
+        "None", "a number", "shorter", "longer", "another shape", "float64", "uint64", "text", "out of range",
+        "fractions", "digits", "None among others", "of another type", "a list of lists", "a dictionary",
+    ],
+)  # fmt: skip
 async def test_batch_with_a_wrong_result(r: CallingRig, result: Callable[[Any], Any]) -> None:
     """A batch function that gives anything but one result per row fails all launches it had rows of."""
 
@@ -262,6 +272,47 @@ async def test_batch_with_a_list(r: CallingRig) -> None:
     values, statuses = r.array(32), r.array(32, np.int32)
     await r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32)
     assert await r.values(values) == [3 * i for i in range(32)]
+
+
+echo_float = echo_kernel(np.dtype(np.float32), "float")
+
+
+@ao.kernel(
+    cuda=INCLUDE
+    + """extern "C" __global__ void ask_nothing(ao::Launch launch) { launch.call(ao::fn("f"), ao::None()); }""",
+    calls=True,
+)
+def ask_nothing(launch: Any) -> None:
+    """Call f, which takes and gives nothing."""
+    launch.call("f")
+
+
+@pytest.mark.parametrize("value", [None, 1e300, "0.5"])
+async def test_batch_with_a_list_that_does_not_fit(r: CallingRig, value: Any) -> None:
+    """What a single call could not return is no element of a list either; nothing is rounded to infinity or NaN."""
+
+    @r.off.host_function(batch=True)
+    async def f(x: np.float32) -> np.float32:
+        return [value] * len(x)  # type: ignore[arg-type, return-value]
+
+    x, y, report = await r.off.put(np.ones(2, np.float32)), r.off.zeros(1, np.float32), r.array(1, np.int32)
+    failed(await end_of(r.launch(echo_float, x, y, report)), Code.WRONG_REPLY, "result of host function f", "float32")
+    assert await r.values(report) == [ERROR]
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": 1}, {"timeout_s": 30.0}], ids=["plain", "limit", "timeout_s"])
+async def test_batch_without_arguments(r: CallingRig, options: dict[str, Any]) -> None:
+    """A batch function may take nothing."""
+    served = []
+
+    @r.off.host_function(batch=True, **options)
+    async def f() -> None:
+        call = ao.current_call()
+        assert call is not None
+        served.append(len(call.operations))
+
+    await r.launch(ask_nothing)
+    assert served == [1]
 
 
 async def test_array_that_is_no_whole_number_of_elements(r: CallingRig) -> None:
@@ -863,6 +914,8 @@ ANNOTATIONS: dict[str, Callable[..., Any]] = {
     "arguments that are too large together": many_arguments,
     "a result that is too large": annotated(int, np.dtype("V257")),
     "an array of any type": annotated(ao.In),
+    "a short array": annotated(np.dtype((np.float32, 3))),
+    "returns a short array": annotated(int, np.dtype((np.float32, 3))),
 }
 
 
@@ -1513,17 +1566,16 @@ async def test_fork_while_a_kernel_calls(r: CallingRig) -> None:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
 @pytest.mark.parametrize("suspends", [False, True])
-@pytest.mark.parametrize("last", ["raise {error}(3)", "return [Index()]"])
+@pytest.mark.parametrize("last", ["raise {error}(3)", "return Result()"])
 def test_interrupt_in_a_handler(loop: str, error: str, suspends: bool, last: str) -> None:
     """KeyboardInterrupt and SystemExit of a handler, or of its result, reach whoever runs the loop; the kernel gets
     ERROR."""
     done = run(
         f"""
 statuses = []
-class Index:
-    def __index__(self):
+class Result:
+    def __array__(self, *args, **kwargs):
         raise {error}(3)
-    __int__ = __index__
 @ao.kernel(calls=True)
 def asks(launch):
     statuses.append(attempt(lambda: launch.call("f", 1))[:2])

@@ -146,7 +146,9 @@ class Engine:
         self.tracing = False
         self._closing: asyncio.Task[None] | None = None
         self._executor = executor
-        # Background tasks: large copies on their way. Each ends its own operation.
+        # Registered memory that nobody waited for in the end, by its size.
+        self._unclaimed: dict[int, list[RegisteredMemory]] = {}
+        # Background tasks: large copies on their way, each of which ends its own operation, and registrations.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle_calls: list[Callable[[], None]] = []
         self._drains: list[asyncio.Future[None]] = []
@@ -297,7 +299,7 @@ class Engine:
         # One launch at a time: a second one behind it could hold up the queue that other lanes share.
         self.lanes.calling = [lane(i, 1) for i in range(self._calling_lanes)]
         to_host, to_device = (lane(self._calling_lanes + i, _MAPPING_DEPTH) for i in range(2))
-        mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self._register), self, self._mapped_memory)
+        mapping = Mapping(self.loop, self.lanes, to_host, to_device, Arena(self.register), self, self._mapped_memory)
         return Opened(
             shared,
             state,
@@ -319,9 +321,6 @@ class Engine:
         self.board.channel = channel
         self._tell_served()
         self.completion.calls = self.reverse
-
-    async def _register(self, nbytes: int) -> RegisteredMemory:
-        return await self.offload(self.memory.register, nbytes)
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -606,6 +605,23 @@ class Engine:
             self.lose(error)
             raise
 
+    async def register(self, nbytes: int) -> RegisteredMemory:
+        """Register host memory on a worker thread. Whoever stops waiting leaves it to the next who wants as much."""
+        unclaimed = self._unclaimed.setdefault(nbytes, [])
+        if unclaimed:
+            return unclaimed.pop()
+        task = self._spawn(self.offload(self.memory.register, nbytes))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                self.check_open()  # the end of the engine cancelled it
+            task.add_done_callback(
+                lambda task: None if task.cancelled() or task.exception() else unclaimed.append(task.result())
+            )
+            raise
+
     async def maintain(self, call: Callable[[], _T]) -> _T:
         """Run a call that waits for everything in flight, behind the barrier."""
 
@@ -620,7 +636,7 @@ class Engine:
             self.lose(error)
             raise
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
@@ -273,30 +273,32 @@ class HostFunction(Handler):
         except UsageError as error:
             raise ReplyError(str(error)) from error
 
-    def _rows(self, request: Request) -> Iterator[list[Any]]:
-        """Yield the arguments of each row: Python numbers, and the raw words of mapped arrays."""
+    def _rows(self, request: Request) -> list[list[Any]]:
+        """Return the arguments of each row: Python numbers, and the raw words of mapped arrays."""
         if not self._parameters:
-            yield from ([] for _ in range(request.rows))
-            return
+            return [[] for _ in range(request.rows)]
         rows: Any = np.frombuffer(request.data or b"", self._row)
-        for row in rows:
-            values = (row[i] for i in range(len(self._parameters)))
-            yield [value if value.dtype.kind == "V" else value.item() for value in values]
+        return [[value if value.dtype.kind == "V" else value.item() for value in row] for row in rows]
 
     def _columns(self, request: Request) -> list[Any]:
+        if not self._parameters:
+            return []
         rows: Any = np.frombuffer(request.data or b"", self._row)
         return [rows[f"f{i}"] for i in range(len(self._parameters))]
 
     # -- running ---------------------------------------------------------------------------
 
     def begin(self, request: Request, mapping: Mapping) -> None:
-        """Start what serves ``request``."""
+        """Start what serves ``request``.
+
+        That gets the arguments alone: what it raises is the launch's failure, and its frames would hold the launch.
+        """
         if self.batch:
             request.start(self._call(self._columns(request)))
         elif self._mapped:
-            request.start(self._map(request, mapping))
+            request.start(self._map(self._rows(request), mapping))
         else:
-            request.start(self._each(request))
+            request.start(self._each(self._rows(request)))
 
     async def _call(self, arguments: Sequence[Any]) -> Any:
         """Run the function once, within its limits."""
@@ -311,9 +313,8 @@ class HostFunction(Handler):
                     raise HandlerTimeout(f"host function {self.name} took over {self._timeout_s} s") from error
                 raise
 
-    async def _each(self, request: Request) -> Any:
+    async def _each(self, rows: list[list[Any]]) -> Any:
         """Serve one row, or several that came as one request: all succeed or all fail."""
-        rows = list(self._rows(request))
         if len(rows) == 1:
             return await self._call(rows[0])
         results = await _all_of([asyncio.ensure_future(self._call(row)) for row in rows])
@@ -321,9 +322,9 @@ class HostFunction(Handler):
             return results
         return next((result for result in results if result is not None), None)
 
-    async def _map(self, request: Request, mapping: Mapping) -> Any:
+    async def _map(self, rows: list[list[Any]], mapping: Mapping) -> Any:
         """Serve a request with mapped arrays: they come before the function runs and go back after it."""
-        (row,) = self._rows(request)
+        (row,) = rows
         places = [i for i, p in enumerate(self._parameters) if p.access is not None]
         words = [row[i].item() for i in places]
         fetched = await mapping.fetch([(address, *map_extent(extent)) for address, extent in words])
@@ -368,13 +369,16 @@ def _types(function: Callable[..., Any], batch: bool) -> tuple[list[Parameter], 
         if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             raise UsageError(f"{_called(function)}: a host function has positional parameters only, not {p}")
         parameters.append(parameter_of(p.name, _element(p.annotation) if batch else p.annotation))
-        if parameters[-1].dtype is None:
+        dtype, access = parameters[-1].dtype, parameters[-1].access
+        if dtype is None:
             raise UsageError(f"{_called(function)}: parameter {p.name} needs a type: a kernel sends bytes")
+        if dtype.subdtype is not None and access is None:
+            raise UsageError(f"{_called(function)}: {p.name} is an array, {dtype}: put it into a struct, or map it")
     returned = _element(signature.return_annotation) if batch else signature.return_annotation
     if returned in (None, type(None), signature.empty):
         return parameters, None
     result = parameter_of("return", returned)
-    if result.access is not None or result.dtype is None:
+    if result.access is not None or result.dtype is None or result.dtype.subdtype is not None:
         raise UsageError(f"{_called(function)} returns a scalar; an array is a mapped argument")
     return parameters, result.dtype
 
@@ -425,9 +429,11 @@ def _alignment(dtype: np.dtype[Any]) -> int:
 
 def _rows_of(result: Any, dtype: np.dtype[Any], rows: int, what: str) -> Any:
     """Return the results of a batch as one contiguous array."""
-    if not isinstance(result, np.ndarray):
+    if isinstance(result, list | tuple):
+        result = np.array([scalar(value, dtype, what) for value in result], dtype)
+    else:
         try:
-            result = np.array(result, dtype)
+            result = np.asarray(result)
         except (OverflowError, TypeError, ValueError) as error:
             raise UsageError(f"{what} cannot be {result!r}: {error}") from None
     if result.shape != (rows,):

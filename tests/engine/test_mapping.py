@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
 import aiooffload as ao
+from aiooffload.drivers.api import RegisteredMemory
 from aiooffload.drivers.mapped import MappedMemory
 from aiooffload.engine.mapping import Arena
 from aiooffload.rules.wire import MapKind
 from aiooffload.testing import FaultyDevice, open_offload
-from tests.kernels import rig
+from tests.kernels import rig, turns, until
 from tests.reverse_kernels import TOFROM, ask, map_array
 
 
@@ -117,6 +119,79 @@ async def test_block_comes_back_after_a_failed_fetch(device_label: str) -> None:
         fetched = await mapping.fetch([(buffer.address, 1 << 16, MapKind.TO)])
         assert fetched.views[0].sum() == 0
         mapping.release(fetched)
+
+
+async def test_block_of_a_function_that_raised(device_label: str) -> None:
+    """What a function raises keeps the block of its arguments as long as it is kept itself, and no longer."""
+    async with rig(device_label, load=False) as r:
+
+        @r.off.host_function
+        async def f(x: ao.InOut[np.float32]) -> None:
+            raise KeyError(len(x))
+
+        x, report = r.off.zeros(4, np.float32), r.off.zeros(2, np.int32)
+        await r.off.load(map_array)
+        engine = r.off._engine
+        assert engine is not None
+        assert engine.reverse._opened is not None
+        for _ in range(10):
+            op = r.off.launch(map_array, grid=1, block=1, args=(x, 4, TOFROM, report))
+            with pytest.raises(ao.HostFunctionError):
+                await op
+            del op
+        assert [len(blocks) for blocks in engine.reverse._opened.mapping._arena._free.values()] == [1]
+
+
+async def test_registration_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was registered for somebody who was cancelled meanwhile goes to the next one."""
+    async with rig("host", load=False) as r:
+        engine = r.off._engine
+        assert engine is not None
+        go, sizes = threading.Event(), []
+        register = engine.memory.register
+
+        def slow(nbytes: int) -> RegisteredMemory:
+            sizes.append(nbytes)
+            go.wait(10)
+            return register(nbytes)
+
+        monkeypatch.setattr(engine.memory, "register", slow)
+        waiting = asyncio.create_task(engine.register(8192))
+        await until(lambda: bool(sizes))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        drain = asyncio.create_task(r.off.drain())
+        await turns(5)
+        assert not drain.done()  # or closing would miss it
+        go.set()
+        await drain
+        for size in (8192, 4096, 8192):
+            await engine.register(size)
+        assert sizes == [8192, 4096, 8192]
+
+
+async def test_end_while_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for pinned memory when the Offload is terminated hears that, not of a cancellation that nobody asked
+    for."""
+    async with rig("host", load=False, bury=True) as r:
+        engine = r.off._engine
+        assert engine is not None
+        begun, go = threading.Event(), threading.Event()
+        register = engine.memory.register
+
+        def slow(nbytes: int) -> RegisteredMemory:
+            begun.set()
+            go.wait(10)
+            return register(nbytes)
+
+        monkeypatch.setattr(engine.memory, "register", slow)
+        waiting = asyncio.create_task(r.off.pinned(100_000, np.uint8))
+        await until(begun.is_set)
+        r.off.terminate()
+        with pytest.raises(ao.ClosedError):
+            await waiting
+        go.set()
 
 
 async def test_a_loss_that_asking_for_memory_finds() -> None:

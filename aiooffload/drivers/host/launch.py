@@ -282,6 +282,8 @@ def _failure(function: str | int, status: int, data: bytes) -> BaseException:
 def _mapped(array: NDArray[Any], kind: MapKind) -> Mapped:
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         raise UsageError("a mapped argument is a C-contiguous NumPy array")
+    if array.dtype.hasobject:
+        raise UsageError(f"an array of {array.dtype} cannot be mapped: it holds references to Python objects")
     if kind in (MapKind.FROM, MapKind.TOFROM) and not array.flags.writeable:
         raise UsageError("an array that is copied back to has to be writable")
     return Mapped(array, kind)

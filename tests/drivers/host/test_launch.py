@@ -121,6 +121,14 @@ def test_arrays_that_cannot_be_mapped(line: Wire, array: Any) -> None:
         line.launch.to(array)
 
 
+@pytest.mark.parametrize("dtype", [object, [("a", "i4"), ("b", "O")]], ids=str)
+def test_array_of_references_is_not_mapped(line: Wire, dtype: Any) -> None:
+    """Bytes that are references to objects go to nobody, who would write what is none."""
+    for make in (line.launch.to, line.launch.from_, line.launch.tofrom, line.launch.alloc):
+        with pytest.raises(UsageError, match="Python objects"):
+            make(np.zeros(3, dtype))
+
+
 def test_read_only_array_is_not_mapped_back(line: Wire) -> None:
     """What is copied back goes into an array that can be written."""
     array = np.zeros(3)
