@@ -1648,6 +1648,41 @@ async def test_what_waits_for_something_behind_the_launch(r: CallingRig) -> None
     await behind[0]
 
 
+async def test_what_waits_behind_a_gate_that_waits_for_the_launch(device_label: str) -> None:
+    """Nor for what is behind a gate on its lane which the end of the launch opens; before the gate there is nothing to
+    wait for."""
+    async with calling_rig(device_label, lanes=2) as r:
+        await r.off.load(nothing, ask, hold)
+        refused: list[str] = []
+        shut, free = r.off.lanes
+        gate = r.gate()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            behind.append(r.launch(nothing, lane=shut))
+            gate.open()
+            await before
+            await r.launch(nothing, lane=free)
+            for waits in (opened, *behind):
+                try:
+                    await waits
+                except ao.UsageError as error:
+                    refused.append(str(error))
+            return x
+
+        behind: list[ao.Operation[None]] = []
+        value, report = r.array(1), r.array(2, np.int32)
+        await r.off.drain()
+        holding, before = r.launch(hold, gate.address, lane=shut), r.launch(nothing, lane=shut)
+        op = r.launch(ask, 6, value, report)
+        opened = r.off.gate(op, lane=shut)
+        await op
+        assert len(refused) == 2
+        assert await r.values(value) == [6]
+        for later in (holding, opened, *behind):
+            await later
+
+
 async def test_task_that_outlives_its_handler(r: CallingRig) -> None:
     """What a handler has left running may do anything once its launch is done."""
     await r.off.load(ask)

@@ -163,6 +163,19 @@ class Line(Generic[_W]):
         """Return the first gate that waits and is none of the first ``gates``."""
         return next((gate for gate, (number, _) in self.ahead.items() if number > gates and not gate.finished), None)
 
+    def gates_before(self, operation: _W) -> list[_W]:
+        """Return the gates that keep ``operation`` waiting here, if it waits here."""
+        if not self.ahead:
+            return []
+        gates: list[_W] = []
+        for other in self.waiting:
+            _, ahead = self.ahead.get(other, (0, ()))
+            if other is operation or operation in ahead:
+                return gates
+            if other.gate and not other.finished:
+                gates.append(other)
+        return []
+
     def drop_finished(self) -> None:
         """Drop what was stopped while it waited, from both ends.
 
@@ -608,7 +621,8 @@ def waits_for(deps: Iterable[_W], launch: _W) -> bool:
             return True
         if dep not in seen and dep.queue is None and not dep.finished:
             seen.add(dep)
-            ahead += (*(dep.deps or ()), *(dep.requires or ()))
+            gates = () if dep.lane is None else dep.lane.gates_before(dep)
+            ahead += (*(dep.deps or ()), *(dep.requires or ()), *gates)
     return False
 
 

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -849,6 +850,17 @@ def test_waits_for() -> None:
     assert waits_for(chained[-1:], launch)
     assert not waits_for(chained[-1:], Op())
     assert not waits_for([Op(deps=[launch], queue=Queue(1)), Op(deps=[launch], finished=True)], launch)
+
+
+def test_waits_for_a_gate_on_its_lane() -> None:
+    """What waits behind a gate waits for what opens that; what goes ahead of the gate, or is elsewhere, does not."""
+    launch, line, other = Op(), Line[Op](0, Queue(1)), Line[Op](1, Queue(1))
+    first, gate, overtaking, last = Op(lane=line), Op(lane=line, gate=True, deps=[launch]), Op(lane=line), Op(lane=line)
+    over = Op(lane=line, gate=True, deps=[launch], finished=True)
+    line.waiting.extend((over, first, gate, last))
+    line.ahead = {over: (1, deque()), gate: (2, deque([overtaking]))}
+    other.waiting.append(elsewhere := Op(lane=other))
+    assert [op for op in (over, first, overtaking, last, elsewhere, Op(lane=line)) if waits_for([op], launch)] == [last]
 
 
 def test_after_the_end() -> None:
