@@ -301,7 +301,10 @@ class Launch(Protocol):
         """
 
     def post(self, function: str | int, *arguments: object) -> None:
-        """Tell a host function something, without a reply."""
+        """Tell a host function something, without a reply.
+
+        What it maps has to be in a Buffer: nothing keeps an array of the kernel's own until the function is over.
+        """
 
     def cancelled(self) -> bool:
         """Whether the launch was asked to stop."""

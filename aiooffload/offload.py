@@ -685,7 +685,7 @@ class Offload:
         on_error
             When it raises, the kernel gets ERROR, and the launch ends with HostFunctionError once
             the kernel is over. ``"cancel"``: the launch is asked to stop at once; ``"collect"``: it
-            goes on, and the error has all that were raised.
+            goes on, and the error has all that were raised, at most the first hundred.
 
         Returns
         -------

@@ -269,6 +269,8 @@ class Gates:
     def __init__(self) -> None:
         self.loop_errors = LoopErrors()
         self.blocking = BlockBuster()
+        # The end of a loop joins the thread that has joined those of its executor.
+        self.blocking.functions["threading.Lock.acquire"].can_block_in("asyncio/runners.py", "close")
         self.baseline: Resources | None = None
         self.shared_depth = 0
 

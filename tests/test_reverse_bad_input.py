@@ -412,6 +412,22 @@ async def test_collected_exceptions(r: CallingRig) -> None:
     assert [x for x in await r.values(values) if x != -1] == [x for x in range(n) if x % 5]
 
 
+async def test_many_collected_exceptions(r: CallingRig) -> None:
+    """The error has the first hundred and says how many there were."""
+    n = 150
+
+    @r.off.host_function(on_error="collect")
+    async def f(x: int) -> int:
+        raise Boom(x)
+
+    values, statuses = r.array(n), r.array(n, np.int32)
+    op = r.launch(ask_each, values, statuses, n, block=n)
+    cause = failed(await end_of(op), Code.RAISED, "and 149 more")
+    assert isinstance(cause, ExceptionGroup)
+    assert len(cause.exceptions) == 100
+    assert await r.values(statuses) == [ERROR] * n
+
+
 async def test_one_collected_exception(r: CallingRig) -> None:
     """A single exception that was collected is the cause itself."""
 
@@ -470,6 +486,27 @@ async def test_one_row_that_raises(r: CallingRig, suspends: bool) -> None:
 
 
 @pytest.mark.all_loops
+async def test_row_that_cancels_itself(r: CallingRig) -> None:
+    """A row that ends by a CancelledError of its own stops the others like any failure."""
+    stopped = []
+
+    @r.off.host_function
+    async def f(lane: np.int32, half: np.float32) -> np.int64:
+        if lane == 3:
+            raise asyncio.CancelledError
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(lane)
+        return np.int64(0)
+
+    values, statuses = r.array(32), r.array(32, np.int32)
+    failure = await end_of(r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32))
+    assert isinstance(failed(failure, Code.RAISED), asyncio.CancelledError)
+    assert sorted(stopped) == [lane for lane in range(32) if lane != 3]
+    assert await r.values(statuses) == [CANCELLED] * 32
+
+
 async def test_rows_of_which_several_raise(r: CallingRig) -> None:
     """If the function raises for several lanes of one request, the cause has them all."""
 
@@ -758,6 +795,44 @@ async def test_host_function_that_never_returns(device_label: str) -> None:
         assert isinstance(cause, ao.OffloadTimeout)
         assert await r.values(report) == [TIMEOUT, 0]
         assert ended == ["f"]
+
+
+@ao.kernel(
+    cuda=INCLUDE
+    + """struct Large { unsigned char bytes[264]; };
+    extern "C" __global__ void two_troubles(ao::Launch launch, int large_first, int* report) {
+        Large large = {};
+        for (int i = 0; i < 2; ++i)
+            report[i] = (int)(i == large_first ? launch.call(ao::fn("f"), ao::None(), 1LL)
+                                               : launch.call(ao::fn("f"), ao::None(), large));
+    }""",
+    calls=True,
+)
+def two_troubles(launch: Any, large_first: np.int32, report: ao.Out[np.int32]) -> None:
+    """Make two calls: one that gets no answer, and one with more than a call takes."""
+    large = np.zeros((), "V264")[()]
+    for i in range(2):
+        report[i], _, _ = attempt(lambda i=i: launch.call("f", 1 if i == large_first else large))
+
+
+@pytest.mark.parametrize("large_first", [0, 1])
+async def test_giving_up_is_not_the_only_trouble(device_label: str, large_first: int) -> None:
+    """That a kernel has given up a call is known whatever else it met before or since."""
+    async with calling_rig(device_label, call_timeout_s=0.2) as r:
+        ended: list[int] = []
+
+        @r.off.host_function
+        async def f(x: int) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(x)
+
+        report = r.array(2, np.int32)
+        failure = await end_of(r.launch(two_troubles, large_first, report))
+        assert isinstance(failed(failure, Code.NO_ANSWER, "'f'", "within its deadline"), ao.OffloadTimeout)
+        assert await r.values(report) == ([ERROR, TIMEOUT] if large_first else [TIMEOUT, ERROR])
+        assert ended == [1]
 
 
 @pytest.mark.allows_blocking("that is the test")

@@ -79,8 +79,11 @@ static int is_cancelled(const Port *self) {
     return 1;
 }
 
+/* The first trouble stays, but for a call that was given up: then what it called is to be cancelled. */
 static void report(const Port *self, unsigned function, int code) {
-    __atomic_store_n(block_word(self, AO_LAUNCH_TROUBLE), ((uint64_t)function + 1) | (uint64_t)-code << 32, __ATOMIC_RELAXED);
+    uint64_t none = 0, *word = block_word(self, AO_LAUNCH_TROUBLE), value = ((uint64_t)function + 1) | (uint64_t)-code << 32;
+    if (code == AO_CODE_NO_ANSWER) __atomic_store_n(word, value, __ATOMIC_RELAXED);
+    else __atomic_compare_exchange_n(word, &none, value, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
 /* Between two looks for something that is not there yet; -1: go on, else how the wait has ended. */

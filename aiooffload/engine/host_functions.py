@@ -340,8 +340,12 @@ class HostFunction(Handler):
 
 async def _all_of(tasks: list[asyncio.Task[Any]]) -> list[Any]:
     """Return the results of all; the first failure stops the others, and several are raised as a group."""
+    pending = set(tasks)
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        while pending:  # FIRST_EXCEPTION would wait on where one was cancelled
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.cancelled() or task.exception() is not None for task in done):
+                break
     finally:
         for task in tasks:
             task.cancel()

@@ -61,13 +61,16 @@ class Opened(NamedTuple):
 class CallingLaunch(Caller):
     """A launch on the device whose kernel calls."""
 
-    __slots__ = ("failures", "goal", "index", "last", "parent", "words")
+    __slots__ = ("failed", "failures", "goal", "index", "last", "parent", "words")
 
     index: int
     """Its block in the shared memory, until everything it sent was read."""
     goal: int | None
     """The ring's head at the end of its kernel; None while that runs."""
     failures: list[HostFunctionError]
+    """The first of them."""
+    failed: int
+    """How many there were."""
     parent: Caller | Request | None
     """What the host function served that launched it, if one did."""
     words: dict[int, Word]
@@ -217,7 +220,7 @@ class Reverse:
         context.run(calling.set, caller)
         caller.index = self._free.popleft()
         caller.goal = None
-        caller.failures = []
+        caller.failures, caller.failed = [], 0
         offset = wire.launch_offset(caller.index)
         words = (
             wire.LAUNCH_CANCEL,
@@ -401,6 +404,7 @@ class Reverse:
 
     def _note(self, caller: Caller, failure: HostFunctionError) -> None:
         assert isinstance(caller, CallingLaunch)
+        caller.failed += 1
         if len(caller.failures) < _MOST_FAILURES:
             caller.failures.append(failure)
 
@@ -413,7 +417,7 @@ class Reverse:
             failure: BaseException = stopped
             return failure
         if caller.failures:
-            return _together(caller.failures)
+            return _together(caller.failures, caller.failed)
         trouble = wire.trouble(caller.read(wire.LAUNCH_TROUBLE))
         if trouble is not None:
             return self._trouble(caller, *trouble)
@@ -578,10 +582,10 @@ def _kernel(caller: Caller) -> str:
     return f"kernel {caller.operation.name}"
 
 
-def _together(failures: list[HostFunctionError]) -> HostFunctionError:
-    """Return one failure for all of them."""
+def _together(failures: list[HostFunctionError], count: int) -> HostFunctionError:
+    """Return one failure for the first of ``count``."""
     if len(failures) == 1:
         return failures[0]
-    error = HostFunctionError(f"{failures[0]} (and {len(failures) - 1} more)", code=failures[0].code)
+    error = HostFunctionError(f"{failures[0]} (and {count - 1} more)", code=failures[0].code)
     error.__cause__ = ExceptionGroup("host functions failed", failures)
     return error
