@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -115,6 +116,17 @@ async def running(app: str = SAMPLE, **settings: Any) -> AsyncIterator[Worker]:
         yield worker
     finally:
         await worker.stop(0.0)
+
+
+@contextlib.contextmanager
+def held(pid: int) -> Iterator[None]:
+    """Let a process not go on until the end of the block; it can be killed."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 async def until(condition: Callable[[], object]) -> None:

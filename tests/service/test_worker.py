@@ -22,7 +22,20 @@ import structlog
 from aiooffload.service import protocol
 from aiooffload.service.config import Config
 from aiooffload.service.worker import Worker
-from tests.service.support import ROOT, SAMPLE, Response, Served, ask, infer, infer_body, output, running, served, until
+from tests.service.support import (
+    ROOT,
+    SAMPLE,
+    Response,
+    Served,
+    ask,
+    held,
+    infer,
+    infer_body,
+    output,
+    running,
+    served,
+    until,
+)
 
 # -- the beginning -------------------------------------------------------------------------------
 
@@ -32,12 +45,16 @@ async def test_before_there_is_a_device_process() -> None:
     worker = Worker(Config(device="host", port=0, log_level="error"), SAMPLE)
     await worker.start()
     try:
-        for response in (
-            await infer(worker.port, "double", [1.0]),
-            await ask(worker.port, "GET /v2/models/double"),
-            await ask(worker.port, "GET /v2/models/double/ready"),
-        ):
-            assert (response.status, response.headers["retry-after"]) == (503, "1")
+        (slot,) = worker.supervisor.slots
+        await until(lambda: slot.process and slot.process.pid)
+        assert slot.process is not None
+        with held(slot.process.pid):  # it is not ready before everything was asked
+            for response in (
+                await infer(worker.port, "double", [1.0]),
+                await ask(worker.port, "GET /v2/models/double"),
+                await ask(worker.port, "GET /v2/models/double/ready"),
+            ):
+                assert (response.status, response.headers["retry-after"]) == (503, "1")
         await worker.ready()
         assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
     finally:
@@ -78,18 +95,22 @@ async def test_fault_costs_its_own_requests_alone(how: str) -> None:
     async with running() as worker:
         waiting = [asyncio.create_task(infer(worker.port, "gate", i)) for i in range(5)]
         await infer(worker.port, "wait_inside", 5)
-        responses = [await infer(worker.port, how), *await asyncio.gather(*waiting)]
-        for response in responses:
-            assert (response.status, response.headers["retry-after"]) == (503, "1")
-            assert "the device process is gone" in response.error
-        ready = await ask(worker.port, "GET /v2/health/ready")
-        assert (ready.status, ready.json["ready"]) == (503, False)
-        assert "is being replaced" in ready.json["reason"]
-        assert (await ask(worker.port, "GET /v2/health/live")).json == {"live": True}
-        refused = await infer(worker.port, "double", [1.0])
-        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert (await ask(worker.port, "GET /v2/models/double")).status == 200
-        assert (await ask(worker.port, "GET /v2/models/double/ready")).status == 503
+        (slot,) = worker.supervisor.slots
+        await until(lambda: slot._spare and slot._spare.pid)
+        assert slot._spare is not None
+        with held(slot._spare.pid):  # the next one is not ready before everything was asked
+            responses = [await infer(worker.port, how), *await asyncio.gather(*waiting)]
+            for response in responses:
+                assert (response.status, response.headers["retry-after"]) == (503, "1")
+                assert "the device process is gone" in response.error
+            ready = await ask(worker.port, "GET /v2/health/ready")
+            assert (ready.status, ready.json["ready"]) == (503, False)
+            assert "is being replaced" in ready.json["reason"]
+            assert (await ask(worker.port, "GET /v2/health/live")).json == {"live": True}
+            refused = await infer(worker.port, "double", [1.0])
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            assert (await ask(worker.port, "GET /v2/models/double")).status == 200
+            assert (await ask(worker.port, "GET /v2/models/double/ready")).status == 503
         await worker.ready()
         assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
         assert (await ask(worker.port, "GET /v2/health/ready")).json["devices"][0]["generation"] == 2
