@@ -21,6 +21,24 @@ JOINED = Declaration("joined", (INT, TEXT), (TEXT, INT), 4, 0)
 PATIENT = Declaration("patient", (INT,), (INT,), 4, 1000)
 
 
+class Clock:
+    """What the queue takes for the time, in the hands of the test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that stands still: no delay is over before the test says so."""
+    clock = Clock()
+    monkeypatch.setattr("aiooffload.service.dispatch.time", clock)
+    return clock
+
+
 class Process:
     """A device process in the hands of the test."""
 
@@ -156,12 +174,13 @@ async def test_waiting_requests_share_a_call() -> None:
     assert [answer.outputs[0].shape for answer in answers] == [(1,), (1,), (2,), (1,), (2,)]
 
 
-async def test_delay_waits_for_others() -> None:
+async def test_delay_waits_for_others(clock: Clock) -> None:
     """With a delay the first request waits, and goes alone when nobody comes."""
     process = Process()
     dispatcher = dispatcher_of(process)
     ticket = submit(dispatcher, PATIENT, numbers(1))
     assert process.sent == []
+    clock.now += 0.001
     await process.called.wait()
     process.echo(0)
     assert (await ticket.future).batch == 1
@@ -300,7 +319,7 @@ async def test_call_is_cancelled_with_its_last_request() -> None:
     process.fail(0, 499)
 
 
-async def test_progress_is_not_shared() -> None:
+async def test_progress_is_not_shared(clock: Clock) -> None:
     """A request that wants to hear of its progress has a call to itself."""
     process = Process()
     dispatcher = dispatcher_of(process)
@@ -310,6 +329,7 @@ async def test_progress_is_not_shared() -> None:
     tickets.append(submit(dispatcher, PATIENT, numbers(3)))
     assert process.sent[0][1] == [(4,)]
     process.called.clear()
+    clock.now += 0.001
     await process.called.wait()
     assert process.sent[1][1:] == ([(1,)], [numbers(9).data], True)
     process.calls[1].on_progress(1, 2)
