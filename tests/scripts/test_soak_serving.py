@@ -157,10 +157,11 @@ async def ask(serving: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[
     from trials.serving_requests import Request
 
     monkeypatch.setattr(serving, "ABORTED", 0.0)
-    monkeypatch.setattr(serving, "ANSWER_S", 0.2)
 
     async def ask(request: dict[str, Any], answer: bytes | None) -> Any:
         resting = asyncio.Event()
+        if answer is None:
+            monkeypatch.setattr(serving, "ANSWER_S", 0.2)
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readline()
