@@ -752,7 +752,7 @@ async def test_late_reply(r: CallingRig) -> None:
 
 async def test_answer_after_the_deadline(device_label: str) -> None:
     """A kernel that has given up waiting gets TIMEOUT; the late answer does not reach a later call."""
-    async with calling_rig(device_label, call_timeout_s=0.2) as r:
+    async with calling_rig(device_label, call_timeout_s=1.0) as r:
         let_go = asyncio.Event()
 
         @r.off.host_function
@@ -779,7 +779,7 @@ async def test_answer_after_the_deadline(device_label: str) -> None:
 
 async def test_host_function_that_never_returns(device_label: str) -> None:
     """Once a kernel that has given up waiting is over, what it called is cancelled: the launch ends all the same."""
-    async with calling_rig(device_label, call_timeout_s=0.2) as r:
+    async with calling_rig(device_label, call_timeout_s=1.0) as r:
         ended: list[str] = []
 
         @r.off.host_function
