@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -65,12 +66,18 @@ class File:
         assert {(e["pid"], e["tid"]) for e in self.slices} <= named
 
     def _check_arrows(self) -> None:
-        rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for e in self.slices:
-            rows.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+        # For each row the starts of its slices in order, and the last end of those that have started by then.
+        rows: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+        for e in sorted(self.slices, key=lambda e: e["ts"]):
+            starts, last_ends = rows.setdefault((e["pid"], e["tid"]), ([], []))
+            starts.append(e["ts"] - SLACK_US)
+            last_ends.append(max([e["ts"] + e["dur"], *last_ends[-1:]]))
         ends = [event for event in self.events if event["ph"] in "sf"]
         for e in ends:
-            assert any(a - SLACK_US <= e["ts"] <= b for a, b in rows[e["pid"], e["tid"]]), e
+            starts, last_ends = rows[e["pid"], e["tid"]]
+            started = bisect_right(starts, e["ts"])
+            assert started, e
+            assert e["ts"] <= last_ends[started - 1], e
         assert Counter(e["id"] for e in ends if e["ph"] == "s") == Counter(e["id"] for e in ends if e["ph"] == "f")
 
     def names(self) -> Counter[str]:
