@@ -1397,9 +1397,10 @@ async def test_stopped_between_read_and_begun(host: Host, stopped: set[int]) -> 
     """What a launch has sent that was stopped meanwhile gets CANCELLED; a batch of nothing else is not begun."""
     callers = [host.attach(launch) for launch in range(2)]
 
-    async def stop() -> None:
+    def stop() -> Any:
         for launch in stopped:
             callers[launch].stopped = True
+        return nothing()
 
     host.add(1, nothing, plain=False, batch=True)
     host.add(2, stop)
@@ -1409,6 +1410,7 @@ async def test_stopped_between_read_and_begun(host: Host, stopped: set[int]) -> 
     expected = [CANCELLED if cell in stopped else None for cell in range(2)]
     assert [host.reply(cell, tickets[cell]) for cell in range(2)] == expected
     assert len(host.owner.begun) == (len(stopped) < 2)
+    await host.settle()
     assert [caller.active for caller in callers] == [len(stopped) < 2] * 2
     for request in host.owner.begun:
         request.end(Status.OK)
@@ -1915,7 +1917,8 @@ async def test_a_launch_stopped_from_a_handler(host: Host) -> None:
     host.drain()
     await host.settle()
     assert calls == 1
-    assert [host.reply(cell, ticket) for cell, ticket in enumerate(tickets)] == [OK, CANCELLED, CANCELLED]
+    first = OK if sys.version_info >= (3, 12) else CANCELLED  # before that its task begins later
+    assert [host.reply(cell, ticket) for cell, ticket in enumerate(tickets)] == [first, CANCELLED, CANCELLED]
 
 
 async def test_an_unknown_launch(host: Host) -> None:
