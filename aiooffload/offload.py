@@ -960,7 +960,10 @@ class Offload:
         await self._open_engine().drain()
 
     async def room(self) -> None:
-        """Wait until a submission would not raise WouldBlock for ``max_pending``."""
+        """Wait until a submission would not raise WouldBlock for ``max_pending``.
+
+        In a host function that may take until the deadline of its call, if all that is pending waits for its launch.
+        """
         await self._open_engine().lanes.room()
 
     @property
