@@ -485,7 +485,6 @@ async def test_one_row_that_raises(r: CallingRig, suspends: bool) -> None:
     assert await r.values(statuses) == [ERROR] * 32
 
 
-@pytest.mark.all_loops
 async def test_row_that_cancels_itself(r: CallingRig) -> None:
     """A row that ends by a CancelledError of its own stops the others like any failure."""
     stopped = []
@@ -507,6 +506,7 @@ async def test_row_that_cancels_itself(r: CallingRig) -> None:
     assert await r.values(statuses) == [CANCELLED] * 32
 
 
+@pytest.mark.all_loops
 async def test_rows_of_which_several_raise(r: CallingRig) -> None:
     """If the function raises for several lanes of one request, the cause has them all."""
 

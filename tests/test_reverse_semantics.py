@@ -1652,14 +1652,15 @@ async def test_what_waits_behind_a_gate_that_waits_for_the_launch(device_label: 
     """Nor for what is behind a gate on its lane which the end of the launch opens; before the gate there is nothing to
     wait for."""
     async with calling_rig(device_label, lanes=2) as r:
-        await r.off.load(nothing, ask, hold)
+        await r.off.load(nothing, ask, hold, add)
         refused: list[str] = []
+        word = r.word()
         shut, free = r.off.lanes
         gate = r.gate()
 
         @r.off.host_function
         async def f(x: int) -> int:
-            behind.append(r.launch(nothing, lane=shut))
+            behind.extend(r.launch(add, word, 1, lane=shut) for _ in range(2))  # one comes after the other
             gate.open()
             await before
             await r.launch(nothing, lane=free)
@@ -1677,10 +1678,11 @@ async def test_what_waits_behind_a_gate_that_waits_for_the_launch(device_label: 
         op = r.launch(ask, 6, value, report)
         opened = r.off.gate(op, lane=shut)
         await op
-        assert len(refused) == 2
+        assert len(refused) == 3
         assert await r.values(value) == [6]
         for later in (holding, opened, *behind):
             await later
+        assert await r.read(word) == 2
 
 
 async def test_task_that_outlives_its_handler(r: CallingRig) -> None:

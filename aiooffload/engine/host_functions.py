@@ -141,7 +141,7 @@ def check_outside(what: str) -> None:
 def check_wait(operation: Operation[Any]) -> None:
     """Raise UsageError in a host function, or a task of it, if ``operation`` waits for a launch that waits for that."""
     for launch in waiting_launches():
-        if waits_for([operation], launch):
+        if waits_for([operation], launch, lanes=True):
             raise UsageError(f"awaiting {operation!r} would wait for {launch!r}, which waits for this host function")
 
 

@@ -163,18 +163,17 @@ class Line(Generic[_W]):
         """Return the first gate that waits and is none of the first ``gates``."""
         return next((gate for gate, (number, _) in self.ahead.items() if number > gates and not gate.finished), None)
 
-    def gates_before(self, operation: _W) -> list[_W]:
-        """Return the gates that keep ``operation`` waiting here, if it waits here."""
-        if not self.ahead:
-            return []
-        gates: list[_W] = []
-        for other in self.waiting:
-            _, ahead = self.ahead.get(other, (0, ()))
-            if other is operation or operation in ahead:
-                return gates
-            if other.gate and not other.finished:
-                gates.append(other)
-        return []
+    def behind_gates(self) -> dict[_W, tuple[_W, ...]]:
+        """Return what waits here behind gates, with the gates that keep it."""
+        found: dict[_W, tuple[_W, ...]] = {}
+        gates: tuple[_W, ...] = ()
+        for operation in self.waiting:
+            _, ahead = self.ahead.get(operation, (0, ()))
+            if gates:
+                found.update(dict.fromkeys((*ahead, operation), gates))
+            if operation.gate and not operation.finished:
+                gates = (*gates, operation)
+        return found
 
     def drop_finished(self) -> None:
         """Drop what was stopped while it waited, from both ends.
@@ -612,17 +611,25 @@ def needs_host(dep: Work) -> bool:
     return not dep.finished and (dep.queue is None or dep.calling != 0)
 
 
-def waits_for(deps: Iterable[_W], launch: _W) -> bool:
-    """Whether one of ``deps`` is ``launch``, or waits on the host for something that comes after it."""
+def waits_for(deps: Iterable[_W], launch: _W, *, lanes: bool = False) -> bool:
+    """Whether one of ``deps`` is ``launch``, or waits on the host for something that comes after it.
+
+    With ``lanes`` that includes the gates that it waits behind on its lane.
+    """
     ahead, seen = list(deps), set()
+    gates: dict[Any, dict[_W, tuple[_W, ...]]] = {}  # by lane
     while ahead:
         dep = ahead.pop()
         if dep is launch:
             return True
-        if dep not in seen and dep.queue is None and not dep.finished:
-            seen.add(dep)
-            gates = () if dep.lane is None else dep.lane.gates_before(dep)
-            ahead += (*(dep.deps or ()), *(dep.requires or ()), *gates)
+        if dep in seen or dep.queue is not None or dep.finished:
+            continue
+        seen.add(dep)
+        ahead += (*(dep.deps or ()), *(dep.requires or ()))
+        if lanes and dep.lane is not None and dep.lane.ahead:
+            if dep.lane not in gates:
+                gates[dep.lane] = dep.lane.behind_gates()
+            ahead += gates[dep.lane].get(dep, ())
     return False
 
 

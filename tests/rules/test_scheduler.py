@@ -136,9 +136,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             homes = {dep.lane for dep in deps}
             home = homes.pop() if len(homes) == 1 else None
             closed = home is None or home.queue.reserved or any(one.gate for one in device.live(home))
-            candidates = [home] if home in group and not closed else group
-        free = [one for one in candidates if one is lane or not one.queue.reserved]
-        return any(not device.live(one) and one.queue.in_flight < one.queue.depth for one in free)
+            candidates = [home] if home in group and not closed and self.has_room(home) else group
+        return any(self.has_room(one) for one in candidates if one is lane or not one.queue.reserved)
+
+    def has_room(self, lane: Line[Op]) -> bool:
+        """Whether what comes to a lane goes to its queue at once."""
+        return not self.device.live(lane) and lane.queue.in_flight < lane.queue.depth
 
     def snapshot(self) -> object:
         device = self.device
@@ -860,7 +863,9 @@ def test_waits_for_a_gate_on_its_lane() -> None:
     line.waiting.extend((over, first, gate, last))
     line.ahead = {over: (1, deque()), gate: (2, deque([overtaking]))}
     other.waiting.append(elsewhere := Op(lane=other))
-    assert [op for op in (over, first, overtaking, last, elsewhere, Op(lane=line)) if waits_for([op], launch)] == [last]
+    every = (over, first, overtaking, last, elsewhere, Op(lane=line))
+    assert [op for op in every if waits_for([op], launch, lanes=True)] == [last]
+    assert not waits_for(every, launch)
 
 
 def test_after_the_end() -> None:
