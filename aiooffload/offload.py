@@ -955,7 +955,8 @@ class Offload:
     async def drain(self) -> None:
         """Wait until everything submitted so far and meanwhile is done. Raises nothing of theirs.
 
-        When it returns, the done callbacks of all that have been called, too.
+        When it returns, their done callbacks have been called, too, but for those of what such a callback has itself
+        ended on the spot, by cancelling it for one: they come in the loop's next turns.
         """
         await self._open_engine().drain()
 

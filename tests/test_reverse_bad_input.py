@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from tests.reverse_kernels import (
     tell,
     too_large,
     warp_ask_each,
+    warp_ask_small,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -262,15 +264,16 @@ async def test_batch_with_a_wrong_result(r: CallingRig, result: Callable[[Any], 
     assert await r.values(statuses) == [ERROR] * 32
 
 
-async def test_batch_with_a_list(r: CallingRig) -> None:
-    """A list of numbers that fit will do as the result of a batch."""
+@pytest.mark.parametrize("kind", [list, tuple, deque, lambda found: range(0, 3 * len(found), 3)])
+async def test_batch_with_a_sequence(r: CallingRig, kind: Callable[[list[int]], Any]) -> None:
+    """A list of numbers that fit will do as the result of a batch, and so will any sequence of them."""
 
     @r.off.host_function(batch=True)
-    async def f(lane: np.int32, half: np.float32) -> np.int64:
-        return [3 * int(i) for i in lane]  # type: ignore[return-value]
+    async def f(x: np.uint8) -> np.uint8:
+        return kind([3 * int(i) for i in x])  # type: ignore[attr-defined, no-any-return]
 
-    values, statuses = r.array(32), r.array(32, np.int32)
-    await r.launch(warp_ask_each, ALL_LANES, values, statuses, block=32)
+    values = r.array(32, np.uint8)
+    await r.launch(warp_ask_small, ALL_LANES, values, block=32)
     assert await r.values(values) == [3 * i for i in range(32)]
 
 

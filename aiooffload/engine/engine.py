@@ -611,11 +611,12 @@ class Engine:
         if unclaimed:
             return unclaimed.pop()
         task = self._spawn(self.offload(self.memory.register, nbytes))
+        caller = asyncio.current_task()
+        asked = caller.cancelling() if caller is not None else 0
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if task.cancelled() and caller is not None and not caller.cancelling():
+            if task.cancelled() and caller is not None and caller.cancelling() == asked:
                 self.check_open()  # the end of the engine cancelled it
             task.add_done_callback(
                 lambda task: None if task.cancelled() or task.exception() else unclaimed.append(task.result())

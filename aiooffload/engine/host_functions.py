@@ -433,7 +433,7 @@ def _alignment(dtype: np.dtype[Any]) -> int:
 
 def _rows_of(result: Any, dtype: np.dtype[Any], rows: int, what: str) -> Any:
     """Return the results of a batch as one contiguous array."""
-    if isinstance(result, list | tuple):
+    if isinstance(result, Sequence) and not isinstance(result, str | bytes):
         result = np.array([scalar(value, dtype, what) for value in result], dtype)
     else:
         try:

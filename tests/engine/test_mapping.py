@@ -186,7 +186,16 @@ async def test_end_while_memory_is_registered(monkeypatch: pytest.MonkeyPatch) -
             return register(nbytes)
 
         monkeypatch.setattr(engine.memory, "register", slow)
-        waiting = asyncio.create_task(r.off.pinned(100_000, np.uint8))
+
+        async def late() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await r.off.pinned(100_000, np.uint8)  # nobody cancels this wait
+
+        waiting = asyncio.create_task(late())
+        await turns(2)
+        waiting.cancel()
         await until(begun.is_set)
         r.off.terminate()
         with pytest.raises(ao.ClosedError):
