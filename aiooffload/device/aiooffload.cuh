@@ -630,8 +630,8 @@ class Launch {
     }
 
     // The host does not see what goes wrong on this side: its launch must not pass for a success.
-    /// The first trouble stays, but for a call that was given up: then what it called is to be cancelled. Where two
-    /// threads are in trouble at the same moment, it may be either's.
+    // The first trouble stays, but for a call that was given up: then what it called is to be cancelled. Where two
+    // threads are in trouble at the same moment, it may be either's.
     __device__ void report(Function f, int code) {
         if (code != AO_CODE_NO_ANSWER && detail::load_acquire(block() + AO_LAUNCH_TROUBLE)) return;
         detail::store_relaxed(block() + AO_LAUNCH_TROUBLE, (f.id + 1) | static_cast<u64>(-code) << 32);
