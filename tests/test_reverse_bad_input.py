@@ -270,7 +270,7 @@ async def test_batch_with_a_sequence(r: CallingRig, kind: Callable[[list[int]], 
 
     @r.off.host_function(batch=True)
     async def f(x: np.uint8) -> np.uint8:
-        return kind([3 * int(i) for i in x])  # type: ignore[attr-defined, no-any-return]
+        return kind([3 * int(i) for i in x])  # type: ignore[attr-defined, no-any-return]  # an array
 
     values = r.array(32, np.uint8)
     await r.launch(warp_ask_small, ALL_LANES, values, block=32)
@@ -296,7 +296,7 @@ async def test_batch_with_a_list_that_does_not_fit(r: CallingRig, value: Any) ->
 
     @r.off.host_function(batch=True)
     async def f(x: np.float32) -> np.float32:
-        return [value] * len(x)  # type: ignore[arg-type, return-value]
+        return [value] * len(x)  # type: ignore[arg-type, return-value]  # an array
 
     x, y, report = await r.off.put(np.ones(2, np.float32)), r.off.zeros(1, np.float32), r.array(1, np.int32)
     failed(await end_of(r.launch(echo_float, x, y, report)), Code.WRONG_REPLY, "result of host function f", "float32")

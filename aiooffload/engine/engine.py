@@ -610,6 +610,11 @@ class Engine:
         unclaimed = self._unclaimed.setdefault(nbytes, [])
         if unclaimed:
             return unclaimed.pop()
+
+        def keep(task: asyncio.Task[RegisteredMemory]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                unclaimed.append(task.result())
+
         task = self._spawn(self.offload(self.memory.register, nbytes))
         caller = asyncio.current_task()
         asked = caller.cancelling() if caller is not None else 0
@@ -618,9 +623,7 @@ class Engine:
         except asyncio.CancelledError:
             if task.cancelled() and caller is not None and caller.cancelling() == asked:
                 self.check_open()  # the end of the engine cancelled it
-            task.add_done_callback(
-                lambda task: None if task.cancelled() or task.exception() else unclaimed.append(task.result())
-            )
+            task.add_done_callback(keep)
             raise
 
     async def maintain(self, call: Callable[[], _T]) -> _T:
