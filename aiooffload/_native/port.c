@@ -279,8 +279,11 @@ static PyObject *port_wait(Port *self, PyObject *args) {
         control = __atomic_load_n(word, __ATOMIC_ACQUIRE);
         if (control >> AO_REPLY_TICKET_SHIFT == ticket + 1) break;
         int64_t now = ao_now_ns();
-        if (is_cancelled(self)) status = AO_STATUS_CANCELLED;
-        else if (now - start > self->timeout_ns) status = AO_STATUS_TIMEOUT;
+        if (is_cancelled(self)) {
+            control = __atomic_load_n(word, __ATOMIC_ACQUIRE); /* what was answered before the launch was stopped counts */
+            if (control >> AO_REPLY_TICKET_SHIFT == ticket + 1) break;
+            status = AO_STATUS_CANCELLED;
+        } else if (now - start > self->timeout_ns) status = AO_STATUS_TIMEOUT;
         if (status >= 0) break;
         int64_t until = start + self->timeout_ns + 1;
         ao_host_wait(word, (ticket + 1) << AO_REPLY_TICKET_SHIFT, now + SLICE_NS < until ? now + SLICE_NS : until);
