@@ -251,16 +251,17 @@ async def test_cancel_word_that_nobody_set() -> None:
         assert await r.asked(ask, 4) == ([0, 0], 8, None)
 
 
+@pytest.mark.parametrize("where", [wire.LAUNCH_TROUBLE, wire.LAUNCH_GIVEN_UP])
 @pytest.mark.parametrize("word", [1, 2**32, 2**64 - 1, 7 << 32, 0xDEADBEEF])
-async def test_trouble_that_no_kernel_reports(word: int) -> None:
-    """Whatever stands in the trouble word of a launch is an error of that launch alone."""
+async def test_trouble_that_no_kernel_reports(word: int, where: int) -> None:
+    """Whatever stands in the trouble words of a launch is an error of that launch alone."""
     async with calling_rig("host") as r:
 
         @r.off.host_function
         async def f(x: int) -> int:
             reverse, _ = parts(r)
             (caller,) = reverse.callers.values()
-            caller.words[wire.LAUNCH_TROUBLE].store(word)
+            caller.words[where].store(word)
             return x
 
         report, value, failure = await r.asked(ask, 3)

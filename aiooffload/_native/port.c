@@ -79,11 +79,11 @@ static int is_cancelled(const Port *self) {
     return 1;
 }
 
-/* The first trouble stays, but for a call that was given up: then what it called is to be cancelled. */
+/* The first trouble stays. A call that was given up has a word of its own: then what was called is to be cancelled. */
 static void report(const Port *self, unsigned function, int code) {
-    uint64_t none = 0, *word = block_word(self, AO_LAUNCH_TROUBLE), value = ((uint64_t)function + 1) | (uint64_t)-code << 32;
-    if (code == AO_CODE_NO_ANSWER) __atomic_store_n(word, value, __ATOMIC_RELAXED);
-    else __atomic_compare_exchange_n(word, &none, value, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    uint64_t *word = block_word(self, code == AO_CODE_NO_ANSWER ? AO_LAUNCH_GIVEN_UP : AO_LAUNCH_TROUBLE);
+    uint64_t none = 0, value = ((uint64_t)function + 1) | (uint64_t)-code << 32;
+    __atomic_compare_exchange_n(word, &none, value, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
 /* Between two looks for something that is not there yet; -1: go on, else how the wait has ended. */
@@ -278,15 +278,16 @@ static PyObject *port_wait(Port *self, PyObject *args) {
     for (;;) {
         control = __atomic_load_n(word, __ATOMIC_ACQUIRE);
         if (control >> AO_REPLY_TICKET_SHIFT == ticket + 1) break;
-        int64_t now = ao_now_ns();
-        if (is_cancelled(self)) {
-            control = __atomic_load_n(word, __ATOMIC_ACQUIRE); /* what was answered before the launch was stopped counts */
-            if (control >> AO_REPLY_TICKET_SHIFT == ticket + 1) break;
-            status = AO_STATUS_CANCELLED;
-        } else if (now - start > self->timeout_ns) status = AO_STATUS_TIMEOUT;
-        if (status >= 0) break;
-        int64_t until = start + self->timeout_ns + 1;
-        ao_host_wait(word, (ticket + 1) << AO_REPLY_TICKET_SHIFT, now + SLICE_NS < until ? now + SLICE_NS : until);
+        int64_t now = ao_now_ns(), until = start + self->timeout_ns + 1;
+        int stopped = is_cancelled(self);
+        if (!stopped && now < until) {
+            ao_host_wait(word, (ticket + 1) << AO_REPLY_TICKET_SHIFT, now + SLICE_NS < until ? now + SLICE_NS : until);
+            continue;
+        }
+        /* This thread may have been held up since it looked: what was answered before the end of the wait counts. */
+        control = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+        if (control >> AO_REPLY_TICKET_SHIFT != ticket + 1) status = stopped ? AO_STATUS_CANCELLED : AO_STATUS_TIMEOUT;
+        break;
     }
     if (status >= 0) leave_cell(self, cell, ticket);
     if (status == AO_STATUS_TIMEOUT) report(self, function, AO_CODE_NO_ANSWER);

@@ -597,12 +597,17 @@ class Launch {
                 ring_bell(clock.start);
                 rung = true;
             }
-            if (clock.is_impatient(elapsed) && cancelled()) return leave(pending, Status::CANCELLED);
-            if (elapsed > timeout_ns_) {
-                report(pending.function_, AO_CODE_NO_ANSWER);
-                return leave(pending, Status::TIMEOUT);
+            bool stopped = clock.is_impatient(elapsed) && cancelled();
+            if (!stopped && elapsed <= timeout_ns_) {
+                detail::Wait::sleep(elapsed);
+                continue;
             }
-            detail::Wait::sleep(elapsed);
+            // This thread may have been held up since it looked: what was answered before the end of the wait counts.
+            detail::load_pair_acquire(address, value, control);
+            if (control >> AO_REPLY_TICKET_SHIFT == pending.ticket_ + 1) return true;
+            if (stopped) return leave(pending, Status::CANCELLED);
+            report(pending.function_, AO_CODE_NO_ANSWER);
+            return leave(pending, Status::TIMEOUT);
         }
     }
 
@@ -630,11 +635,11 @@ class Launch {
     }
 
     // The host does not see what goes wrong on this side: its launch must not pass for a success.
-    // The first trouble stays, but for a call that was given up: then what it called is to be cancelled. Where two
-    // threads are in trouble at the same moment, it may be either's.
+    // The first trouble stays; where two threads are in trouble at the same moment, either's. A call that was given up
+    // has a word of its own: whatever else goes wrong, the host has to know that what was called is to be cancelled.
     __device__ void report(Function f, int code) {
-        if (code != AO_CODE_NO_ANSWER && detail::load_acquire(block() + AO_LAUNCH_TROUBLE)) return;
-        detail::store_relaxed(block() + AO_LAUNCH_TROUBLE, (f.id + 1) | static_cast<u64>(-code) << 32);
+        unsigned char* word = block() + (code == AO_CODE_NO_ANSWER ? AO_LAUNCH_GIVEN_UP : AO_LAUNCH_TROUBLE);
+        if (!detail::load_acquire(word)) detail::store_relaxed(word, (f.id + 1) | static_cast<u64>(-code) << 32);
     }
 
     __device__ Status fail(Function f, int code) {

@@ -22,7 +22,7 @@
 #ifndef AIOOFFLOAD_WIRE_H
 #define AIOOFFLOAD_WIRE_H
 
-#define AO_WIRE_VERSION 1
+#define AO_WIRE_VERSION 2
 
 #define AO_CELLS 16384
 #define AO_POSTS 16384
@@ -100,6 +100,7 @@
 #define AO_LAUNCH_CANCEL 0    /* host: 1 to cancel */
 #define AO_LAUNCH_SEEN 8      /* device: 1 once it has seen that */
 #define AO_LAUNCH_TROUBLE 16  /* device: function + 1 | -code << 32 of a call that went wrong unknown to the host */
+#define AO_LAUNCH_GIVEN_UP 24 /* the same of a call that got no answer in time */
 #define AO_LAUNCH_PROGRESS 32 /* device: {done, total}, one store */
 #define AO_LAUNCH_END 48      /* the head when the launch had ended */
 

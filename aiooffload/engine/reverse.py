@@ -226,6 +226,7 @@ class Reverse:
             wire.LAUNCH_CANCEL,
             wire.LAUNCH_SEEN,
             wire.LAUNCH_TROUBLE,
+            wire.LAUNCH_GIVEN_UP,
             wire.LAUNCH_PROGRESS,
             wire.LAUNCH_PROGRESS + 8,
         )
@@ -302,7 +303,7 @@ class Reverse:
             self._detach(caller)
             caller.ended = True
             # Its kernel died, or gave up waiting: nobody wants what its handlers would give.
-            if caller.operation.failure is not None or _gave_up(caller):
+            if caller.operation.failure is not None or caller.read(wire.LAUNCH_GIVEN_UP):
                 self._stop(caller)
             if caller.active == 0:
                 self.idle(caller)
@@ -418,7 +419,7 @@ class Reverse:
             return failure
         if caller.failures:
             return _together(caller.failures, caller.failed)
-        trouble = wire.trouble(caller.read(wire.LAUNCH_TROUBLE))
+        trouble = wire.trouble(caller.read(wire.LAUNCH_GIVEN_UP) or caller.read(wire.LAUNCH_TROUBLE))
         if trouble is not None:
             return self._trouble(caller, *trouble)
         if stopped is None and not caller.stopped and caller.read(wire.LAUNCH_SEEN):
@@ -553,12 +554,6 @@ def _one_of(error: BaseException) -> BaseException:
         return first
     # As the program is to see it: an ExceptionGroup, if they are Exceptions.
     return BaseExceptionGroup(error.message, error.exceptions).with_traceback(error.__traceback__)
-
-
-def _gave_up(caller: CallingLaunch) -> bool:
-    """Whether the kernel got no answer to some call within its deadline."""
-    trouble = wire.trouble(caller.read(wire.LAUNCH_TROUBLE))
-    return trouble is not None and trouble[1] is wire.Code.NO_ANSWER
 
 
 def _code_of(error: BaseException) -> int | None:

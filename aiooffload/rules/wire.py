@@ -45,7 +45,7 @@ __all__ = [
     "trouble",
 ]
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 
 CELLS: Final = 16_384
 """Calls under way at a time; a call that finds no free cell waits for one."""
@@ -76,6 +76,7 @@ CELL_DATA: Final = 64
 LAUNCH_CANCEL: Final = 0
 LAUNCH_SEEN: Final = 8
 LAUNCH_TROUBLE: Final = 16
+LAUNCH_GIVEN_UP: Final = 24
 LAUNCH_PROGRESS: Final = 32
 LAUNCH_END: Final = 48
 

@@ -76,7 +76,12 @@ class Device:
         self.shared.word(wire.launch_offset(launch) + wire.LAUNCH_CANCEL).store(1)
 
     def trouble(self, launch: int = 0) -> tuple[int, Code] | None:
-        return wire.trouble(self.block(wire.LAUNCH_TROUBLE, launch))
+        """What a launch has reported, of which it may be only one kind."""
+        given_up, other = (self.block(word, launch) for word in (wire.LAUNCH_GIVEN_UP, wire.LAUNCH_TROUBLE))
+        assert not (given_up and other)
+        reported = wire.trouble(given_up or other)
+        assert reported is None or (reported[1] is Code.NO_ANSWER) == bool(given_up)
+        return reported
 
     def descriptor(self, ticket: int) -> Descriptor | None:
         """The request of ``ticket`` as the host reads it."""
@@ -611,6 +616,17 @@ def test_a_wait_that_times_out(device: Device) -> None:
     assert device.cells(device.taken) == device.cells(device.left) == {cell}
     assert int(device.tickets[cell]) == ticket
     assert device.trouble(0) is None
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (0, 2, 1, 3)])
+def test_a_call_that_was_given_up_has_a_word_of_its_own(device: Device, order: tuple[int, ...]) -> None:
+    """Whatever else goes wrong, and when: the host sees that a call was given up. Of each kind the first stays."""
+    troubles = [(1, Code.NO_ANSWER), (2, Code.NO_ANSWER), (3, Code.TOO_LARGE), (4, Code.WRONG_REPLY)]
+    port = device.port(launch=3)
+    for i in order:
+        port.report(*troubles[i])
+    assert wire.trouble(device.block(wire.LAUNCH_GIVEN_UP, 3)) == (1, Code.NO_ANSWER)
+    assert wire.trouble(device.block(wire.LAUNCH_TROUBLE, 3)) == (3, Code.TOO_LARGE)
 
 
 def test_the_timeout_can_be_set(device: Device) -> None:
