@@ -761,6 +761,12 @@ class CallingRig:
         """Launch, by default with one thread."""
         return self.off.launch(kernel, grid=grid, block=block, args=args, **options)
 
+    def shared_block(self) -> Any:
+        """Return the memory in which the kernels and the host talk."""
+        assert self.off._engine is not None
+        assert self.off._engine.reverse._opened is not None
+        return self.off._engine.reverse._opened.shared
+
     def array(self, count: int, dtype: Any = np.int64) -> ao.Buffer:
         """Make a device array of zeros."""
         return self.off.zeros(count, dtype)

@@ -802,6 +802,43 @@ async def test_host_function_that_never_returns(device_label: str) -> None:
 
 @ao.kernel(
     cuda=INCLUDE
+    + """extern "C" __global__ void ask_briefly(ao::Launch launch, int* report) {
+        report[0] = (int)launch.call(ao::fn("f"), ao::None(), 1LL);
+        launch.set_timeout_ns(20000000);
+        report[1] = (int)launch.call(ao::fn("f"), ao::None(), 2LL);
+        launch.set_timeout_ns(30000000000);
+        report[2] = (int)launch.call(ao::fn("f"), ao::None(), 3LL);
+    }""",
+    calls=True,
+)
+def ask_briefly(launch: Any, report: ao.Out[np.int32]) -> None:
+    """Call f three times, for the second time with little patience."""
+    for i, timeout_s in enumerate((None, 0.02, 30)):
+        if timeout_s is not None:
+            launch.set_timeout_s(timeout_s)
+        report[i], _, _ = attempt(lambda i=i: launch.call("f", i + 1))
+
+
+async def test_deadline_that_the_kernel_sets(device_label: str) -> None:
+    """A kernel may set the deadline of its calls; the one that got no answer is cancelled, those beside it are not."""
+    async with calling_rig(device_label) as r:
+        ended: list[int] = []
+
+        @r.off.host_function
+        async def f(x: int) -> None:
+            try:
+                await asyncio.sleep(0.1 if x != 2 else 60)
+            finally:
+                ended.append(x)
+
+        report = r.array(3, np.int32)
+        failed(await end_of(r.launch(ask_briefly, report)), Code.NO_ANSWER, "'f'", "within its deadline")
+        assert await r.values(report) == [OK, TIMEOUT, OK]
+        assert ended == [1, 3, 2]
+
+
+@ao.kernel(
+    cuda=INCLUDE
     + """struct Large { unsigned char bytes[264]; };
     extern "C" __global__ void two_troubles(ao::Launch launch, int large_first, int* report) {
         Large large = {};

@@ -22,6 +22,7 @@ import aiooffload as ao
 from aiooffload.drivers.cuda.compiler import compile_source
 from aiooffload.engine.reverse import CallingLaunch
 from aiooffload.errors import CompileError
+from aiooffload.rules import wire
 from tests.kernels import add, hold, nothing, turns, until
 from tests.reverse_kernels import (
     ALLOC,
@@ -742,8 +743,9 @@ async def test_warp_post(r: CallingRig, mask: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gpu
-async def test_more_callers_than_cells() -> None:
-    """With more threads calling at once than there are reply cells, all make progress."""
+@pytest.mark.parametrize("grid", [264, 2500])
+async def test_more_callers_than_cells(grid: int) -> None:
+    """With more threads calling at once than there are reply cells, or more blocks than fit, all make progress."""
     async with calling_rig("cuda:0", limit_s=20) as r:
 
         @r.off.host_function
@@ -751,11 +753,34 @@ async def test_more_callers_than_cells() -> None:
             await asyncio.sleep(0)
             return x + 1
 
-        n = 264 * 256
+        n = grid * 256
         values, statuses = r.array(n), r.array(n, np.int32)
-        await r.launch(ask_each, values, statuses, n, grid=264, block=256)
+        await r.launch(ask_each, values, statuses, n, grid=grid, block=256)
         assert np.array_equal(await r.off.get(values), np.arange(n) + 1)
         assert not (await r.off.get(statuses)).any()
+
+
+@pytest.mark.allows_blocking("a loop that is held up leaves the ring full")
+async def test_more_posts_than_places(r: CallingRig) -> None:
+    """A post that finds the ring full waits until the host has read; none is lost, and their order stays."""
+    seen: list[int] = []
+
+    def sent(ticket: int) -> int:
+        return r.shared_block().word(wire.slot_offset(ticket) + 8).load()
+
+    @r.off.host_function
+    async def f(x: int) -> None:
+        if not seen:  # the host has read nothing else
+            while not sent(wire.POSTS - 1):
+                time.sleep(0.001)  # noqa: ASYNC251
+            time.sleep(0.05)  # noqa: ASYNC251
+            assert not sent(wire.POSTS + 1)
+        seen.append(x)
+
+    report, n = r.array(1, np.int32), 3 * wire.POSTS
+    await r.launch(post_many, n, report)
+    assert seen == list(range(n))
+    assert await r.values(report) == [OK]
 
 
 async def test_more_dropped_calls_than_cells(r: CallingRig) -> None:

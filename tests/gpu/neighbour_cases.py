@@ -13,6 +13,7 @@ import numpy as np
 
 import aiooffload as ao
 from tests.gpu.support import Words, add, latch, library, nothing, on_thread, run_as_main, spin, until
+from tests.reverse_kernels import ask, calling_rig
 
 BUSY_NS = 100_000_000
 
@@ -112,6 +113,33 @@ async def torch_busy(wake: Any) -> dict[str, Any]:
             await until(lambda ended=ended: ended, "the callback ran")
             late[name] = max(0.0, returned - ended[0])
         return {"late": late, "sum": await busy_round(off)}
+
+
+async def called(which: str) -> dict[str, Any]:
+    """Make one of torch's calls in a host function, on the loop's thread, for a kernel that waits for the result."""
+    torch = library("torch")
+    calls = torch_calls(torch)
+    for call in calls.values():  # loads what they need
+        call()
+    async with calling_rig("cuda:0", call_timeout_s=1.0) as r:
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            calls[which]()
+            return 10 * x
+
+        await r.off.load(ask)
+        await settle(r.off)
+        before = time.perf_counter()
+        report, value, failure = await r.asked(ask, 3)
+        seconds = time.perf_counter() - before
+        return {
+            "report": report,
+            "value": value,
+            "failure": str(failure),
+            "seconds": seconds,
+            "sum": await busy_round(r.off),
+        }
 
 
 async def together(name: str, order: str) -> dict[str, Any]:
@@ -371,6 +399,7 @@ CASES = {
     "torch_idle": torch_idle,
     "torch_blocked": torch_blocked,
     "torch_busy": torch_busy,
+    "called": called,
     "together": together,
     "alone": alone,
     "fallback": fallback,

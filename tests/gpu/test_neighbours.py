@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.support import end_case, run_case, start_case
+from tests.reverse_kernels import TIMEOUT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -45,6 +46,25 @@ def test_calls_return_when_our_work_ends(wake: str) -> None:
     waiting = {name: late for name, late in found["late"].items() if name not in ("synchronize", "matmul", "item")}
     assert max(waiting.values()) < 1.0, found["late"]
     assert max(found["late"].values()) < 20.0, found["late"]  # the first of each kind loads its kernels, too
+    assert found["sum"] == 200
+
+
+def test_host_function_that_uses_a_library() -> None:
+    """A host function may work with torch while its kernel waits, and read the result."""
+    found = run("called", "item")
+    assert (found["report"], found["value"], found["failure"]) == ([0, 0], 30, "None")
+    assert found["sum"] == 200
+
+
+def test_host_function_that_waits_for_the_whole_device() -> None:
+    """A call that waits for every kernel, made for one of them, ends at that kernel's deadline, and the error says so.
+
+    CUDA.jl #1140 reports the same as a deadlock.
+    """
+    found = run("called", "synchronize")
+    assert found["report"][0] == TIMEOUT
+    assert "got no answer within its deadline" in found["failure"]
+    assert 0.5 < found["seconds"] < 20
     assert found["sum"] == 200
 
 
