@@ -382,6 +382,28 @@ def post_and_hold(launch: Any, gate: np.uint64) -> None:
 
 @ao.kernel(
     cuda=INCLUDE
+    + HOLD
+    + """extern "C" __global__ void ask_ahead(
+        ao::Launch launch, unsigned long long gate, long long x, long long* value, int* report) {
+        for (unsigned long long start = spin_start(); spin_start() - start < 50000000ull;) {}
+        ao::Pending pending = launch.call_async(ao::fn("f"), x);
+        hold_at(gate);
+        report[0] = ((volatile unsigned long long*)gate)[1] != 0;
+        report[1] = (int)launch.wait(pending, value[0]);
+    }""",
+    calls=True,
+)
+def ask_ahead(launch: Any, gate: np.uint64, x: np.int64, value: ao.Out[np.int64], report: ao.Out[np.int32]) -> None:
+    """Once the host has fallen asleep, call f(x), wait for a gate before the result, and say whether it opened."""
+    time.sleep(0.05)
+    pending = launch.call_async("f", x, dtype=np.int64)
+    _hold_at(gate)
+    report[0] = (ctypes.c_uint64 * 2).from_address(int(gate))[1] != 0
+    report[1], _, value[0] = attempt(pending.wait)
+
+
+@ao.kernel(
+    cuda=INCLUDE
     + """extern "C" __global__ void in_steps(ao::Launch launch, int n) {
         for (int i = 1; i <= n; ++i) {
             launch.progress(i, n);

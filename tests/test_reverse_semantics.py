@@ -20,6 +20,7 @@ import pytest
 
 import aiooffload as ao
 from aiooffload.drivers.cuda.compiler import compile_source
+from aiooffload.engine import health
 from aiooffload.engine.reverse import CallingLaunch
 from aiooffload.errors import CompileError
 from aiooffload.rules import wire
@@ -38,6 +39,7 @@ from tests.reverse_kernels import (
     TOFROM,
     CallingRig,
     ask,
+    ask_ahead,
     ask_and_poll,
     ask_each,
     ask_last,
@@ -501,6 +503,25 @@ async def test_poll(r: CallingRig) -> None:
     values = r.array(4)
     await r.launch(ask_and_poll, values)
     assert await r.values(values) == [40, OK, 0, 1]
+
+
+async def test_call_under_way_while_the_kernel_does_something_else(
+    device_label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that nobody waits for yet wakes the host: the two work at the same time."""
+    monkeypatch.setattr(health, "TICK_S", 60.0)  # which would find the call, too, if later
+    async with calling_rig(device_label) as r:
+        gate = r.gate()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            gate.open()
+            return 10 * x
+
+        value, report = r.array(1), r.array(2, np.int32)
+        await r.launch(ask_ahead, gate.address, 4, value, report)
+        assert await r.values(report) == [True, OK]
+        assert await r.values(value) == [40]
 
 
 @pytest.mark.parametrize("count", [1, 300])

@@ -196,8 +196,8 @@ class Launch;
 /// One that stands for no call, or whose call is over, may be assigned another.
 class Pending {
   public:
-    __device__ Pending() : launch_(nullptr), ticket_(0), sent_(0), function_(0), cell_(AO_NO_CELL), status_(Status::OK) {}
-    __device__ Pending(Pending&& other) : launch_(other.launch_), ticket_(other.ticket_), sent_(other.sent_), function_(other.function_), cell_(other.cell_), status_(other.status_) {
+    __device__ Pending() : launch_(nullptr), ticket_(0), function_(0), cell_(AO_NO_CELL), status_(Status::OK) {}
+    __device__ Pending(Pending&& other) : launch_(other.launch_), ticket_(other.ticket_), function_(other.function_), cell_(other.cell_), status_(other.status_) {
         other.cell_ = AO_NO_CELL;
     }
     Pending(const Pending&) = delete;
@@ -209,10 +209,9 @@ class Pending {
     friend class Launch;
     __device__ inline void drop();
     __device__ Pending(Launch* launch, Function f, u64 ticket, unsigned cell, Status status)
-        : launch_(launch), ticket_(ticket), sent_(detail::clock_ns()), function_(f.id), cell_(cell), status_(status) {}
+        : launch_(launch), ticket_(ticket), function_(f.id), cell_(cell), status_(status) {}
     Launch* launch_;
     u64 ticket_;
-    u64 sent_;  // when it was made; 0 once the bell was rung for it
     unsigned function_;
     unsigned cell_;  // AO_NO_CELL once over: then status_ says how
     Status status_;
@@ -223,7 +222,7 @@ class Launch {
   public:
     /// Call `f` and wait for its result. `out` is undefined unless the status is OK; None for no result.
     template <class R, class... A> __device__ Status call(Function f, R& out, const A&... arguments) {
-        Pending pending = call_async(f, arguments...);
+        Pending pending = send(f, arguments...);
         return wait(pending, out);
     }
     template <class... A> __device__ Status call(Function f, None&& none, const A&... arguments) {
@@ -232,17 +231,10 @@ class Launch {
 
     /// Call `f` without waiting. Every one that was made has to be waited for, polled to its end or dropped.
     template <class... A> __device__ Pending call_async(Function f, const A&... arguments) {
-        if (detail::packed_nbytes<A...>() > AO_PAYLOAD_NBYTES) {
-            fail(f, AO_CODE_TOO_LARGE);
-            return Pending(this, f, 0, AO_NO_CELL, Status::ERROR);
-        }
-        unsigned cell;
-        Status status = take_cell(cell);
-        if (status != Status::OK) {
-            if (status == Status::TIMEOUT) report(f, AO_CODE_NO_ANSWER);
-            return Pending(this, f, 0, AO_NO_CELL, status);
-        }
-        return Pending(this, f, publish(f, cell, arguments...), cell, Status::OK);
+        Pending pending = send(f, arguments...);
+        // The host may sleep, and the caller has something else to do.
+        if (pending.cell_ != AO_NO_CELL) detail::store_release(bell_, 1);
+        return pending;
     }
 
     /// Whether `pending` is over; then `status` and `out` are set as by wait(). Never sleeps.
@@ -251,13 +243,7 @@ class Launch {
         if (pending.cell_ == AO_NO_CELL) return true;
         u64 value, control;
         detail::load_pair_acquire(cell(pending.cell_), value, control);
-        if (control >> AO_REPLY_TICKET_SHIFT != pending.ticket_ + 1) {
-            if (pending.sent_ && detail::clock_ns() - pending.sent_ > detail::BELL_NS) {
-                ring_bell(pending.sent_);
-                pending.sent_ = 0;
-            }
-            return false;
-        }
+        if (control >> AO_REPLY_TICKET_SHIFT != pending.ticket_ + 1) return false;
         status = take_reply(pending, out, value, control);
         return true;
     }
@@ -419,6 +405,21 @@ class Launch {
     }
 
     // -- requests --
+
+    // Who waits for the reply rings the bell if none comes soon; who does not rings it at once.
+    template <class... A> __device__ Pending send(Function f, const A&... arguments) {
+        if (detail::packed_nbytes<A...>() > AO_PAYLOAD_NBYTES) {
+            fail(f, AO_CODE_TOO_LARGE);
+            return Pending(this, f, 0, AO_NO_CELL, Status::ERROR);
+        }
+        unsigned cell;
+        Status status = take_cell(cell);
+        if (status != Status::OK) {
+            if (status == Status::TIMEOUT) report(f, AO_CODE_NO_ANSWER);
+            return Pending(this, f, 0, AO_NO_CELL, status);
+        }
+        return Pending(this, f, publish(f, cell, arguments...), cell, Status::OK);
+    }
 
     __device__ u64 take_ticket() { return atomicAdd(reinterpret_cast<u64*>(state_ + AO_STATE_HEAD), 1ull); }
 
@@ -665,10 +666,7 @@ static_assert(AO_TAG_SHIFT + AO_TAG_BITS == 64 && AO_NO_CELL == (1 << AO_CELL_BI
 static_assert(AO_SHARED_NBYTES == AO_PAYLOADS_OFFSET + AO_RING_SLOTS * AO_PAYLOAD_NBYTES, "the shared block ends with the payloads");
 
 __device__ inline void Pending::drop() {
-    if (cell_ != AO_NO_CELL) {
-        if (sent_) launch_->ring_bell(sent_);
-        launch_->leave_cell(cell_, ticket_);
-    }
+    if (cell_ != AO_NO_CELL) launch_->leave_cell(cell_, ticket_);
     cell_ = AO_NO_CELL;
 }
 
@@ -679,7 +677,6 @@ __device__ inline Pending& Pending::operator=(Pending&& other) {
     drop();
     launch_ = other.launch_;
     ticket_ = other.ticket_;
-    sent_ = other.sent_;
     function_ = other.function_;
     status_ = other.status_;
     cell_ = other.cell_;
