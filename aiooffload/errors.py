@@ -139,8 +139,8 @@ class DeviceLostError(DriverError):
 class HostFunctionError(OffloadError):
     """A host function called by a kernel failed. Its exception is the cause, if there is one.
 
-    A host function may raise it to choose the ``code`` that its kernel gets, a positive number; for
-    any other exception that is -1. The negative ones are ``aiooffload.rules.wire.Code``.
+    A host function may raise it to choose the ``code`` that its kernel gets, 1 to 2**31 - 1; for any
+    other code and any other exception that is -1. The negative ones are ``aiooffload.rules.wire.Code``.
     """
 
     def __init__(self, message: str, *, code: int = -1) -> None:

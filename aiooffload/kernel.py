@@ -221,10 +221,13 @@ def parameter_of(name: str, annotation: Any) -> Parameter:
                 return Parameter(name, None, access)
     try:
         dtype = np.dtype(element)
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = np.dtype(object)
     if dtype.hasobject or dtype.itemsize == 0:  # NumPy takes any class for the first, and str for the second
-        raise UsageError(f"annotation {annotation!r} of {name} is neither a NumPy type nor ao.In/Out/InOut of one")
+        raise UsageError(
+            f"{name} is annotated {annotation!r}: a kernel takes numbers (int, float, bool, a NumPy type), structs "
+            "(a structured dtype), and arrays, as ao.In, ao.Out or ao.InOut of one of these"
+        )
     return Parameter(name, dtype, access)
 
 

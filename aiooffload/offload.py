@@ -219,8 +219,9 @@ class Offload:
         if self._engine is None:
             return
         self._check_loop()
+        closing = self._engine.aclose(timeout_s)  # raises if it is refused: then all is as it was
         try:
-            await self._engine.aclose(timeout_s)
+            await closing
         finally:
             self._finish("is closed")
 

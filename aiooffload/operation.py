@@ -155,8 +155,9 @@ class Operation(_native.Operation, Generic[_T]):
 
         Notes
         -----
-        For a launch whose kernel calls; any other gives nothing. It raises nothing of the operation's.
+        For a launch whose kernel calls; any other gives nothing. It raises nothing of the operation's: await that.
         """
+        self.owner.check_wait(self)
         last = (0, 0)
         done = Event()
         self.add_done_callback(lambda _: done.set())

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import aiooffload as ao
 from aiooffload.kernel import Parameter, Signature
@@ -40,14 +41,14 @@ def test_formats() -> None:
     assert Parameter("h", np.dtype(np.float16), None).format == "?"
 
 
-@pytest.mark.parametrize("annotation", [ao.Buffer, ao.Offload, "nonsense"])
+@pytest.mark.parametrize("annotation", [ao.Buffer, ao.Offload, "nonsense", NDArray[np.float32], np.ndarray])
 def test_annotations_that_are_refused(annotation: Any) -> None:
     """An annotation that is no NumPy type raises UsageError when the kernel is made."""
 
     def body(launch: Any, x: Any) -> None: ...
 
     body.__annotations__ = {"x": annotation}
-    with pytest.raises(ao.UsageError, match="annotation"):
+    with pytest.raises(ao.UsageError, match="is annotated"):
         ao.kernel(body)
 
 

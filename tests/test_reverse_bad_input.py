@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
 import math
 import os
@@ -442,7 +443,16 @@ async def test_one_collected_exception(r: CallingRig) -> None:
     assert isinstance(failed(failure, Code.RAISED), Boom)
 
 
-@pytest.mark.parametrize(("code", "seen"), [(17, 17), (1, 1), (2**31 - 1, 2**31 - 1), (0, -1), (-1, -1), (-4, -1)])
+class Reason(enum.IntEnum):
+    GONE = 9
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        (17, 17), (1, 1), (2**31 - 1, 2**31 - 1), (0, -1), (-1, -1), (-4, -1), (Reason.GONE, 9), (np.int32(8), 8),
+    ],
+)  # fmt: skip
 async def test_code_of_the_functions_own(r: CallingRig, code: int, seen: int) -> None:
     """A function chooses what its kernel gets by HostFunctionError(code=...), a positive number."""
 
@@ -1477,6 +1487,20 @@ async def test_host_kernel_that_raises(count: int) -> None:
             await r.launch(breaks, np.uint64(0))
         assert isinstance(caught.value.__cause__, Boom)
         assert sorted(cancelled) == list(range(count))
+        await works(r)
+
+
+async def test_abort_that_the_kernel_swallows() -> None:
+    """A host kernel that goes on after abort() has failed all the same, as one on a GPU could not go on."""
+
+    @ao.kernel(calls=True)
+    def goes_on(launch: Any) -> None:
+        with contextlib.suppress(Exception):
+            launch.abort(42, "the matrix is singular")
+
+    async with calling_rig() as r:
+        with pytest.raises(ao.LaunchError, match=r"code 42.*the matrix is singular"):
+            await r.launch(goes_on)
         await works(r)
 
 

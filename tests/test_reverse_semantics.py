@@ -24,7 +24,7 @@ from aiooffload.engine import health
 from aiooffload.engine.reverse import CallingLaunch
 from aiooffload.errors import CompileError
 from aiooffload.rules import wire
-from tests.kernels import add, hold, nothing, turns, until
+from tests.kernels import Boom, add, hold, nothing, turns, until
 from tests.reverse_kernels import (
     ALLOC,
     C_TYPES,
@@ -1203,6 +1203,31 @@ async def test_handler_that_cleans_up(r: CallingRig) -> None:
 
 
 @pytest.mark.all_loops
+@pytest.mark.parametrize("how", ["cancel", "timeout_s"])
+async def test_handler_whose_cleaning_up_fails(r: CallingRig, how: str) -> None:
+    """What a host function raises while it is cancelled is the cause of how its launch ends."""
+    called = asyncio.Event()
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        called.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("rollback failed")
+
+    value, report = r.array(1), r.array(2, np.int32)
+    op = r.launch(ask, 6, value, report, timeout_s=None if how == "cancel" else 0.05)
+    await called.wait()
+    if how == "cancel":
+        op.cancel()
+    failure = await end_of(op)
+    assert isinstance(failure, asyncio.CancelledError if how == "cancel" else ao.OffloadTimeout)
+    assert isinstance(failure.__cause__, ao.HostFunctionError)
+    assert isinstance(failure.__cause__.__cause__, OSError)
+    assert await r.values(report) == [CANCELLED, 0]
+
+
 async def test_timeout_of_a_launch(r: CallingRig) -> None:
     """timeout_s ends a launch that calls, on the device too: its handlers are cancelled, its waits end."""
     cancelled = []
@@ -1373,6 +1398,26 @@ async def test_nested_call(device_label: str) -> None:
         assert len(failures) == 1
 
 
+async def test_failure_of_a_nested_call(device_label: str) -> None:
+    """A failure quotes the one below it once, so that its text grows by a line with each launch in between."""
+    async with calling_rig(device_label, calling_lanes=16) as r:
+        lengths: list[int] = []
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            if x == 0:
+                raise Boom('the "last" one')
+            inner = await end_of(r.launch(ask, x - 1, r.array(1), r.array(2, np.int32)))
+            assert inner is not None
+            lengths.append(len(str(inner)))
+            raise inner
+
+        failure = await end_of(r.launch(ask, 8, r.array(1), r.array(2, np.int32)))
+        assert "Boom('the \"last\" one')" in str(failure)
+        steps = np.diff([*lengths, len(str(failure))])
+        assert steps.max() == steps.min() < 150
+
+
 async def test_nested_call_while_others_wait_for_a_lane(device_label: str) -> None:
     """A nested launch is refused, and nothing hangs, also where other launches wait for the calling lanes."""
     async with calling_rig(device_label, calling_lanes=1) as r:
@@ -1537,6 +1582,7 @@ FORBIDDEN: dict[str, Callable[[CallingRig, ao.Buffer], Any]] = {
     "drain": lambda r, buffer: r.off.drain(),
     "aclose": lambda r, buffer: r.off.aclose(),
     "open": lambda r, buffer: ao.Offload(r.off.properties.label).__aenter__(),
+    "progress": lambda r, buffer: anext(mine().progress()),
     "get": lambda r, buffer: r.off.get(buffer),
     "fill": lambda r, buffer: r.off.fill(buffer, 0),
     "launch": lambda r, buffer: r.launch(silent, buffer),
@@ -1591,6 +1637,7 @@ async def test_what_would_wait_for_the_launch(device_label: str, what: str) -> N
         assert len(refused) == 2
         assert all("host function" in text for text in refused)
         assert submitted == []  # refused, not taken to fail later
+        assert "closed" not in repr(r.off)
         assert await r.values(value) == [6]
         assert await r.values(report) == [OK, 0]
 

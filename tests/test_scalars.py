@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiooffload.errors import UsageError
-from aiooffload.scalars import scalar
+from aiooffload.scalars import scalar, scalar_bytes
 
 PAIR = np.dtype([("a", np.int32), ("b", np.float32)])
+WIDE = np.dtype(
+    [("u", np.uint8), ("ok", np.bool_), ("w", np.float32), ("n", "S4"), ("p", PAIR, (2,)), ("m", np.int16, (2, 2))],
+    align=True,
+)
+WHOLE = (200, True, 0.5, b"ab", [(1, 2.5), (3, 4.5)], [[1, 2], [3, 4]])
 
 
 @given(st.integers(-(2**70), 2**70), st.sampled_from([np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64]))
@@ -49,13 +54,18 @@ def test_floats_round_but_never_overflow(value: float, kind: type[np.floating[An
         (3, np.complex128, np.complex128(3)),
         (np.array(5, np.int32), np.int32, np.int32(5)),
         ((1, 2.5), PAIR, np.array((1, 2.5), PAIR)[()]),
+        ((np.int64(1), np.float64(2.5)), PAIR, np.array((1, 2.5), PAIR)[()]),
+        (WHOLE, WIDE, np.array(WHOLE, WIDE)[()]),
+        ((*WHOLE[:5], np.array([[1, 2], [3, 4]])), WIDE, np.array(WHOLE, WIDE)[()]),
+        (b"ab", "S4", np.bytes_(b"ab")),
+        ("ab", "U2", np.str_("ab")),
         ("2026-11-30", "M8[D]", np.datetime64("2026-11-30")),
     ],
 )
 def test_what_is_accepted(value: object, dtype: Any, expected: np.generic) -> None:
     """Booleans, complex numbers, arrays without dimensions, structs from tuples and dates from text."""
     converted = scalar(value, np.dtype(dtype), "it")
-    assert converted.dtype == np.dtype(dtype)
+    assert converted.dtype == expected.dtype
     assert converted == expected
 
 
@@ -72,9 +82,43 @@ def test_what_is_accepted(value: object, dtype: Any, expected: np.generic) -> No
         (np.int64(1), np.int32),
         ((1, 2, 3), PAIR),
         ([(1, 2.0), (3, 4.0)], PAIR),
+        ([1, 2.0], PAIR),
+        ({"a": 1, "b": 2.0}, PAIR),
+        ((1.5, 2.0), PAIR),
+        ((np.float64(1), 2.0), PAIR),
+        ((2**31, 2.0), PAIR),
+        ((np.int64(2**31), 2.0), PAIR),
+        (("1", 2.0), PAIR),
+        ((True, "2"), PAIR),
+        ((1, 1e300), PAIR),
+        ((np.int32(1), np.float64(1e300)), PAIR),
+        ((256, *WHOLE[1:]), WIDE),
+        ((200, 1, *WHOLE[2:]), WIDE),
+        ((*WHOLE[:3], b"long!", *WHOLE[4:]), WIDE),
+        ((*WHOLE[:3], "ab", *WHOLE[4:]), WIDE),
+        ((*WHOLE[:4], [(1, 2.5)], WHOLE[5]), WIDE),
+        ((*WHOLE[:4], [(1, 2.5), (3, None)], WHOLE[5]), WIDE),
+        ((*WHOLE[:5], [1, 2]), WIDE),
+        ((*WHOLE[:5], [[1, 2], [3, 4.5]]), WIDE),
+        ((*WHOLE[:5], b"ab"), WIDE),
+        (b"long!", "S4"),
+        ("ab", "S4"),
+        ("abc", "U2"),
     ],
 )
 def test_what_is_refused(value: object, dtype: Any) -> None:
     """What would lose something, and what is no number at all, raises UsageError with the name of the value."""
     with pytest.raises(UsageError, match="the factor"):
         scalar(value, np.dtype(dtype), "the factor")
+
+
+def test_bytes_are_as_many_as_the_dtype_has() -> None:
+    """What is between the fields of a struct, and behind a short text, is 0."""
+    gaps = np.dtype([("a", np.int8), ("b", np.float64), ("c", "S3")], align=True)
+    poison = [np.full(gaps.itemsize, 0xAA, np.uint8) for _ in range(100)]
+    del poison  # what NumPy allocates next was used before
+    expected = b"\x01" + bytes(7) + np.float64(2.5).tobytes() + b"x\0\0" + bytes(5)
+    assert scalar_bytes((1, 2.5, b"x"), gaps, "it") == expected
+    assert scalar_bytes(b"ab", np.dtype("S4"), "it") == b"ab\0\0"
+    assert scalar_bytes("", np.dtype("U2"), "it") == bytes(8)
+    assert scalar_bytes(7, np.dtype(np.int16), "it") == b"\x07\0"

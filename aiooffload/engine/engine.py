@@ -774,8 +774,11 @@ class Engine:
             operation.finish(failure=failure)
         self.lanes.abandon(failure)
 
-    async def aclose(self, timeout_s: float) -> None:
-        """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent."""
+    def aclose(self, timeout_s: float) -> asyncio.Future[None]:
+        """Refuse new work, drain for up to ``timeout_s`` seconds, release everything. Idempotent.
+
+        Raises UsageError at once where it would wait for its caller.
+        """
         check_outside("closing the Offload")
         check_no_step(self, "closing the Offload")
         if self._closing is None:
@@ -783,7 +786,7 @@ class Engine:
             self.launcher.ready = False
             self.lanes.wake_lessees()
             self._closing = self.loop.create_task(self._close(timeout_s), name="aiooffload close")
-        await asyncio.shield(self._closing)
+        return asyncio.shield(self._closing)
 
     async def _close(self, timeout_s: float) -> None:
         try:

@@ -22,7 +22,7 @@ from aiooffload.errors import OffloadTimeout, UsageError
 from aiooffload.kernel import Parameter, parameter_of
 from aiooffload.rules.scheduler import waits_for
 from aiooffload.rules.wire import PAYLOAD_NBYTES, function_id, kind_of, map_extent
-from aiooffload.scalars import scalar
+from aiooffload.scalars import scalar, scalar_bytes
 
 if TYPE_CHECKING:
     from aiooffload.engine.lanes import Lane
@@ -68,8 +68,10 @@ class Call:
     @property
     def operation(self) -> Operation[None]:
         """The launch; raises ValueError for a batch of several."""
-        (operation,) = self.operations
-        return operation
+        operations = self.operations
+        if len(operations) != 1:
+            raise ValueError(f"this batch serves {len(operations)} launches: see operations")
+        return operations[0]
 
     @property
     def lane(self) -> Lane:
@@ -202,7 +204,7 @@ class HostFunction(Handler):
     ) -> HostFunction:
         """Read the types; raises UsageError where they do not describe what a kernel can send."""
         if not inspect.iscoroutinefunction(function):
-            raise UsageError(f"a host function is an async def, not {function!r}")
+            raise UsageError(f"a host function is an async def, not {function!r}; work that blocks: asyncio.to_thread")
         if on_error not in ("cancel", "collect"):
             raise UsageError(f'on_error is "cancel" or "collect", not {on_error!r}')
         if limit is not None and (type(limit) is not int or limit < 1):
@@ -217,7 +219,10 @@ class HostFunction(Handler):
             raise UsageError(f"{_called(function)}: a batch function takes scalars, not mapped arrays")
         for what, nbytes in (("arguments", row.itemsize), ("result", result.itemsize if result else 0)):
             if nbytes > PAYLOAD_NBYTES:
-                raise UsageError(f"{_called(function)}: its {what} has {nbytes} bytes, a call takes {PAYLOAD_NBYTES}")
+                raise UsageError(
+                    f"{_called(function)}: its {what} would take {nbytes} bytes, a call has room for {PAYLOAD_NBYTES}: "
+                    "map an array"
+                )
         letters = [
             _LETTERS.get(p.dtype.str[1:]) if p.access is None and p.dtype is not None else None for p in parameters
         ]
@@ -268,8 +273,8 @@ class HostFunction(Handler):
             if self.batch:
                 return _rows_of(result, self._result, rows, what)
             if single:
-                return scalar(result, self._result, what).tobytes()
-            return b"".join(scalar(value, self._result, what).tobytes() for value in result)
+                return scalar_bytes(result, self._result, what)
+            return b"".join(scalar_bytes(value, self._result, what) for value in result)
         except UsageError as error:
             raise ReplyError(str(error)) from error
 
@@ -372,19 +377,27 @@ def _types(function: Callable[..., Any], batch: bool) -> tuple[list[Parameter], 
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             raise UsageError(f"{_called(function)}: a host function has positional parameters only, not {p}")
-        parameters.append(parameter_of(p.name, _element(p.annotation) if batch else p.annotation))
+        parameters.append(_parameter(function, p.name, p.annotation, batch))
         dtype, access = parameters[-1].dtype, parameters[-1].access
         if dtype is None:
             raise UsageError(f"{_called(function)}: parameter {p.name} needs a type: a kernel sends bytes")
         if dtype.subdtype is not None and access is None:
             raise UsageError(f"{_called(function)}: {p.name} is an array, {dtype}: put it into a struct, or map it")
-    returned = _element(signature.return_annotation) if batch else signature.return_annotation
+    returned = signature.return_annotation
     if returned in (None, type(None), signature.empty):
         return parameters, None
-    result = parameter_of("return", returned)
+    result = _parameter(function, "the result", returned, batch)
     if result.access is not None or result.dtype is None or result.dtype.subdtype is not None:
         raise UsageError(f"{_called(function)} returns a scalar; an array is a mapped argument")
     return parameters, result.dtype
+
+
+def _parameter(function: Callable[..., Any], name: str, annotation: Any, batch: bool) -> Parameter:
+    try:
+        return parameter_of(name, _element(annotation) if batch else annotation)
+    except UsageError as error:
+        hint = "; in a batch function NDArray[np.int64], say, or the type of an element" if batch else ""
+        raise UsageError(f"{_called(function)}: {error}{hint}") from None
 
 
 def _element(annotation: Any) -> Any:

@@ -16,6 +16,7 @@ such kernel is loaded. The layout is in :mod:`aiooffload.rules.wire`, the loop t
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
@@ -26,7 +27,7 @@ from aiooffload._native import Caller, Channel, Handler, Request, Word, calling,
 from aiooffload.drivers.api import CallParameter
 from aiooffload.engine.host_functions import HandlerTimeout, HostFunction, ReplyError, RowsFailed, still_waiting
 from aiooffload.engine.launches import retrieve
-from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadTimeout, UsageError, WouldBlock
+from aiooffload.errors import DeviceLostError, HostFunctionError, OffloadError, OffloadTimeout, UsageError, WouldBlock
 from aiooffload.rules import wire
 
 if TYPE_CHECKING:
@@ -145,7 +146,9 @@ class Reverse:
         other = self.functions.get(function.number)
         if other is not None:
             if other.name == function.name:
-                raise UsageError(f"there is a host function {function.name!r} already")
+                raise UsageError(
+                    f"there is a host function {function.name!r} already: one serves every launch of the Offload"
+                )
             raise UsageError(f"{function.name!r} and {other.name!r} have the same id: give one of them another name")
         self.functions[function.number] = function
 
@@ -343,7 +346,8 @@ class Reverse:
             code = wire.Code.RAISED
         interrupt = error if issubclass(kind, KeyboardInterrupt | SystemExit) and request.task is None else None
         try:
-            said = f"failed: {error!r}"
+            # The text of an error of ours, in which others may be quoted: each repr of a repr would be twice as long.
+            said = f"failed: {kind.__name__}: {error}" if issubclass(kind, OffloadError) else f"failed: {error!r}"
         except BaseException as unsaid:
             said = f"failed: {object.__repr__(error)}"
             if isinstance(unsaid, KeyboardInterrupt | SystemExit):
@@ -382,7 +386,10 @@ class Reverse:
                 self._stop(caller)
         else:
             known = ", ".join(repr(f.name) for f in self.functions.values()) or "none"
-            text = f"{_kernel(caller)} called host function {function:#x}, which is not registered; there are: {known}"
+            text = (
+                f"{_kernel(caller)} called host function {function:#x}, which is not registered: it is ao::fn of "
+                f"another name than those there are: {known}"
+            )
             self._note(caller, HostFunctionError(text, code=wire.Code.UNKNOWN_FUNCTION))
             self._stop(caller)
 
@@ -416,6 +423,8 @@ class Reverse:
         # It was asked to stop and has seen it; else it completed all the same.
         if stopped is not None and (caller.told or caller.read(wire.LAUNCH_SEEN) or operation.failure is not None):
             failure: BaseException = stopped
+            if caller.failures and failure.__cause__ is None:  # what went wrong before, or while it was cancelled
+                failure.__cause__ = _together(caller.failures, caller.failed)
             return failure
         if caller.failures:
             return _together(caller.failures, caller.failed)
@@ -561,10 +570,9 @@ def _code_of(error: BaseException) -> int | None:
     if not issubclass(type(error), HostFunctionError):
         return None
     try:
-        code = error.code  # type: ignore[attr-defined]  # it is one, by its type
+        return operator.index(error.code)  # type: ignore[attr-defined]  # it is one, by its type
     except Exception:  # a subclass may have made no code, or another kind of it
         return None
-    return code if type(code) is int else None
 
 
 def _corrupt(what: str) -> DeviceLostError:

@@ -18,7 +18,7 @@ from aiooffload.engine.visits import visit
 from aiooffload.errors import UsageError
 from aiooffload.operation import Operation
 from aiooffload.rules.copyplan import c_strides, check_strides, overlaps, span
-from aiooffload.scalars import scalar
+from aiooffload.scalars import scalar_bytes
 
 if TYPE_CHECKING:
     import asyncio
@@ -114,7 +114,7 @@ class Transfers:
     def fill(self, buffer: Buffer, value: object, terms: Terms) -> Operation[None]:
         """Set every element of ``buffer`` to ``value``."""
         self._check(buffer)
-        pattern = scalar(value, buffer.dtype, "the value").tobytes()
+        pattern = scalar_bytes(value, buffer.dtype, "the value")
         if not any(pattern):
             return self.clear(buffer, terms)
         if len(pattern) not in (1, 2, 4, 8, 16):

@@ -153,6 +153,24 @@ def test_struct_that_c_lays_out_otherwise(types: tuple[Any, ...], returned: Any,
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize("annotation", [list[int], NDArray[np.float32], np.ndarray, str, int | None], ids=str)
+def test_refusal_names_the_function_and_says_what_there_is(annotation: Any) -> None:
+    """An annotation that is none says whose it is and what may stand there, whatever NumPy makes of it."""
+    with pytest.raises(ao.UsageError, match=r"one: a is annotated .*ao\.In"):
+        HostFunction(with_types(annotation))
+    with pytest.raises(ao.UsageError, match=r"one: the result is annotated .*structured dtype"):
+        HostFunction(with_types(int, returned=annotation))
+
+
+def test_text_has_all_its_bytes() -> None:
+    """Text is as long as its dtype says, with zeros behind it; longer text is refused."""
+    made = HostFunction(with_types(int, returned=np.dtype("S8")))
+    assert made.encode(b"ab", 1, single=True) == b"ab".ljust(8, b"\0")
+    assert made.encode([b"ab", b""], 2, single=False) == b"ab".ljust(16, b"\0")
+    with pytest.raises(ReplyError, match="length 8"):
+        made.encode(b"123456789", 1, single=True)
+
+
 @pytest.mark.parametrize(
     ("types", "returned"),
     [
@@ -219,7 +237,9 @@ def test_a_result_is_the_bytes_of_its_type(dtype: Any, value: Any) -> None:
     async def function() -> Any: ...
 
     function.__annotations__["return"] = dtype
-    expected = np.array(value, dtype).tobytes()
+    whole = np.zeros((), dtype)  # with zeros also between the fields
+    whole[()] = value
+    expected = whole.tobytes()
     assert HostFunction(function).encode(value, 1, single=True) == expected
     assert HostFunction(function).encode([value] * 3, 3, single=False) == expected * 3
 

@@ -212,7 +212,10 @@ class HostDevice:
             ends = (block for block in within if address + nbytes <= block.address + block.nbytes)
             found = next((block.host_array for block in ends), None)
         if found is None:
-            raise UsageError(f"{nbytes} bytes at {address:#x} are no array that a kernel has mapped")
+            raise UsageError(
+                f"{nbytes} bytes at {address:#x} are no array that a kernel has mapped: a post can map memory of a "
+                "Buffer alone, a call also an array of the kernel's own"
+            )
         return found
 
     def register(self, nbytes: int) -> RegisteredMemory:

@@ -72,7 +72,7 @@ lent: Final = Lent()
 class HostLaunch:
     """What a kernel on a GPU reads from its built-in variables, and its ``ao::Launch``."""
 
-    __slots__ = ("_port", "_shared", "_shared_bytes", "block", "grid")
+    __slots__ = ("_port", "_shared", "_shared_bytes", "aborted", "block", "grid")
 
     def __init__(
         self,
@@ -88,6 +88,8 @@ class HostLaunch:
         self._shared_bytes: Final = shared_bytes
         self._shared: NDArray[np.uint8] | None = None
         self._port = None if calls is None else Port(calls.data, calls.keep)
+        self.aborted: LaunchError | None = None
+        """What ``abort`` has raised, which ends the launch whatever its kernel does with it."""
 
     @property
     def shared(self) -> NDArray[np.uint8]:
@@ -167,7 +169,8 @@ class HostLaunch:
 
     def abort(self, code: int, text: str) -> NoReturn:
         """Give up. Here a kernel can die alone, so this launch fails and nothing else."""
-        raise LaunchError(f"the kernel aborted with code {code}: {text}", operation="abort", code=int(code))
+        self.aborted = LaunchError(f"the kernel aborted with code {code}: {text}", operation="abort", code=int(code))
+        raise self.aborted
 
     def to(self, array: NDArray[Any]) -> Mapped:
         """Map an array whose content the host function gets."""
@@ -314,4 +317,7 @@ def _member(value: object) -> tuple[bytes, int]:
             raise UsageError(f"argument {value} of a call does not fit int64: pass np.uint64({value})") from error
     if isinstance(value, float):
         return struct.pack("<d", value), 8
-    raise UsageError(f"a call takes numbers, NumPy scalars and mapped arrays, not {type(value).__name__}")
+    if isinstance(value, complex):
+        return struct.pack("<2d", value.real, value.imag), 8
+    hint = ": map it, as launch.to(array)" if isinstance(value, np.ndarray) else ""
+    raise UsageError(f"a call takes numbers, NumPy scalars and mapped arrays, not {type(value).__name__}{hint}")
