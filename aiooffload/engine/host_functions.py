@@ -244,7 +244,7 @@ class HostFunction(Handler):
         self.name = name if name is not None else getattr(function, "__name__", "")
         try:
             self.number = function_id(self.name)
-        except (ValueError, AttributeError) as error:
+        except (TypeError, ValueError) as error:
             raise UsageError(f"a host function's name is text or a number below 2**24, not {name!r}") from error
         if self.name == "":
             raise UsageError(f"{function!r} has no name: give it one with name=")

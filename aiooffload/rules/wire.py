@@ -8,6 +8,7 @@ out, and the other way round.
 from __future__ import annotations
 
 import enum
+import operator
 import struct
 from typing import Final, NamedTuple
 
@@ -162,12 +163,13 @@ def function_id(function: str | int) -> int:
     """Return the id of a name (as ``ao::fn`` makes it), or of a number below 2**24, which it is itself.
 
     FNV-1a with 32 bits (Fowler, Noll and Vo; RFC 9923), folded to 24, with bit 24 set.
-    Raises ValueError for a number out of range.
+    Raises ValueError for a number out of range, TypeError for what is neither.
     """
-    if isinstance(function, int):
-        if not 0 <= function < NUMBERED:
+    if not isinstance(function, str):
+        number = operator.index(function)
+        if not 0 <= number < NUMBERED:
             raise ValueError(f"a function's number is 0 to {NUMBERED - 1}, not {function}")
-        return function
+        return number
     value = 2_166_136_261
     for byte in function.encode():
         value = ((value ^ byte) * 16_777_619) & 0xFFFFFFFF

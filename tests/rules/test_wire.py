@@ -6,6 +6,7 @@ import enum
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -376,7 +377,7 @@ def test_names_are_hashed_byte_by_byte(name: str) -> None:
 @given(st.integers(0, wire.NUMBERED - 1))
 def test_numbers_are_their_own_ids(number: int) -> None:
     """A number below 2**24 is its own id, which is no name's."""
-    assert wire.function_id(number) == number
+    assert wire.function_id(number) == wire.function_id(np.int64(number)) == number  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", [-1, -(2**70), wire.NUMBERED, 2**25, 2**70])
@@ -384,6 +385,13 @@ def test_numbers_out_of_range(number: int) -> None:
     """Any other number raises ValueError that says the range."""
     with pytest.raises(ValueError, match=f"0 to {2**24 - 1}, not {number}"):
         wire.function_id(number)
+
+
+@pytest.mark.parametrize("function", [b"f", 1.5, None])
+def test_neither_a_name_nor_a_number(function: Any) -> None:
+    """A function is text or an integer."""
+    with pytest.raises(TypeError):
+        wire.function_id(function)
 
 
 # -- where things are ----------------------------------------------------------------------

@@ -262,7 +262,9 @@ class PendingCall:
             or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind])
         ):
             self._port.report(function_id(self._function), Code.WRONG_REPLY)
-            raise _failure(self._function, Status.ERROR, struct.pack("<q", Code.WRONG_REPLY))
+            found = f"{len(data) // self._rows} bytes ({kind.name.lower()})"
+            text = f"host function {self._function!r} returned {found}, dtype= is {dtype}"
+            raise HostFunctionError(text, code=Code.WRONG_REPLY)
         return np.frombuffer(data, dtype)
 
     def __del__(self) -> None:

@@ -178,7 +178,7 @@ def test_result_as_a_struct(line: Wire) -> None:
     assert pending.wait() == record
     pending = line.launch.call_async("f", dtype=np.float32)
     line.answer(1, Status.OK, Kind.INT, struct.pack("<i", 1))
-    with pytest.raises(HostFunctionError) as caught:
+    with pytest.raises(HostFunctionError, match=r"returned 4 bytes \(int\), dtype= is float32") as caught:
         pending.wait()
     assert caught.value.code == Code.WRONG_REPLY
     at = (wire.launch_offset(5) + wire.LAUNCH_TROUBLE) // 8
