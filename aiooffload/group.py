@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiooffload.buffer import Buffer
 from aiooffload.drivers import labels
+from aiooffload.engine.host_functions import HostFunction
 from aiooffload.engine.lanes import Lane
 from aiooffload.engine.threads import DaemonExecutor
 from aiooffload.errors import UsageError
@@ -187,8 +188,12 @@ class OffloadGroup(Offload):
         self._check_loop()
 
         def register(function: Any) -> Any:
-            for member in self._members:
-                member.host_function(**options)(function)
+            made = [(engine, HostFunction(function, **options)) for _, engine in self._engines()]
+            for engine, one in made:  # all or none
+                engine.check_open()
+                engine.reverse.check_free(one)
+            for engine, one in made:
+                engine.reverse.register(one)
             return function
 
         return register if function is None else register(function)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cuda.core import Kernel as CoreKernel
 
 __all__ = [
+    "UNRESOLVED",
     "In",
     "InOut",
     "Kernel",
@@ -179,7 +180,7 @@ class Signature:
         """Read the parameters after the first (``launch``) of a host implementation."""
         try:
             signature = inspect.signature(function, eval_str=True)
-        except NameError as error:
+        except UNRESOLVED as error:
             raise UsageError(f"an annotation of {function.__qualname__} cannot be resolved: {error}") from error
         parameters = list(signature.parameters.values())
         if not parameters:
@@ -205,6 +206,10 @@ class Signature:
             return tuple(Parameter(f"{i}", None, None).check(value) for i, value in enumerate(arguments))
         self.check_count(name, arguments)
         return tuple(p.check(value) for p, value in zip(self.parameters, arguments, strict=True))
+
+
+UNRESOLVED: Final = (AttributeError, NameError, SyntaxError, TypeError)
+"""What an annotation given as text raises if it stands for nothing."""
 
 
 def parameter_of(name: str, annotation: Any) -> Parameter:

@@ -106,7 +106,10 @@ class Operation(_native.Operation, Generic[_T]):
         def __await__(self) -> Generator[Any, None, _T]: ...
 
     def done(self) -> bool:
-        """Whether it is done. Looks at the device, so a loop that polls without yielding progresses."""
+        """Whether it is done. Looks at the device, so a loop that polls without yielding progresses.
+
+        Only in the first step of a host function no call is read, so a launch that calls does not end there.
+        """
         if not self.finished:
             self.owner.check_caller()
             if self.coarse:

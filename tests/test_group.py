@@ -311,3 +311,20 @@ async def test_another_thread_may_not() -> None:
                     call()
 
         await asyncio.to_thread(elsewhere)
+
+
+async def test_host_function_is_registered_on_all_or_none() -> None:
+    """Where one device has that name already, the others do not get it either."""
+    async with ao.Offload("host,host") as g:
+        first, second = g.devices
+
+        @second.host_function
+        async def f() -> int:
+            return 2
+
+        async def other() -> int:
+            return 1
+
+        with pytest.raises(ao.UsageError, match="already"):
+            g.host_function(other, name="f")
+        first.host_function(other, name="f")

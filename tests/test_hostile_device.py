@@ -7,8 +7,10 @@ hold is tested where it is read, in ``_native/test_board.py``, ``_native/test_ch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +27,8 @@ from aiooffload.engine.reverse import Opened, Reverse
 from aiooffload.rules import wire
 from aiooffload.rules.wire import MapKind
 from tests import scribble
-from tests.kernels import DEADLINE_S, add, nothing, rig, turns, until
-from tests.reverse_kernels import CallingRig, ask, calling_rig, end_of, in_steps, map_array, until_cancelled
+from tests.kernels import DEADLINE_S, add, hold, nothing, rig, turns, until
+from tests.reverse_kernels import CallingRig, ask, calling_rig, end_of, in_steps, map_array, post_many, until_cancelled
 
 FROM_KERNELS = (2**64 - 1, 2**63, 2**40, wire.RING_SLOTS + 1000)
 
@@ -204,6 +206,31 @@ async def test_request_that_is_overwritten_for_a_kernel_that_goes_on(monkeypatch
         failure = await end_of(r.launch(in_steps, 3))
         assert isinstance(failure, ao.DeviceLostError)
         assert "request 1 is missing" in str(failure)
+
+
+@pytest.mark.allows_blocking("the host function looks at the device in its first step, again and again")
+async def test_request_that_nobody_can_read_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a host function is in its first step nothing is read, so that nothing is missing either."""
+    monkeypatch.setattr(reverse, "TORN_S", 0.01)
+    async with calling_rig("host") as r:
+        await r.off.load(ask, post_many, hold)
+        gate, report, seen = r.gate(), r.array(1, np.int32), []
+        opening = threading.Timer(0.2, gate.open)
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            seen.append(x)
+            if x == 7:
+                held, _ = r.launch(hold, gate.address), r.launch(post_many, 1, report)
+                opening.start()
+                while not held.done():
+                    time.sleep(0.001)  # noqa: ASYNC251
+            return x
+
+        assert await r.asked(ask, 7) == ([0, 0], 7, None)
+        await r.off.drain()
+        assert seen == [7, 0]
+        opening.join()
 
 
 async def test_silent_kernel_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,17 +446,26 @@ async def test_array_of_a_kernel_that_left() -> None:
 
 
 @pytest.mark.allows_blocking("the loop must not look while the kernel gives its call up")
-async def test_array_of_a_call_that_was_given_up() -> None:
-    """An array whose call its kernel has dropped before the host came to it is not touched: the launch fails."""
-    async with calling_rig("host") as r:
+@pytest.mark.parametrize("how", ["dropped", "timed out"])
+async def test_array_of_a_call_that_was_given_up(how: str) -> None:
+    """An array whose call was given up before the host came to it is there for the host until the launch is done."""
+    async with calling_rig("host", call_timeout_s=0.05) as r:
+        seen: list[list[float]] = []
+        arrays: list[weakref.ref[Any]] = []
 
         @r.off.host_function
         async def f(x: ao.InOut[np.float32]) -> None:
-            raise AssertionError
+            seen.append(x.tolist())
 
         def leave(launch: Any) -> None:
             assert loaded.wait(DEADLINE_S)
-            launch.call_async("f", launch.tofrom(np.zeros(4, np.float32)))
+            array = np.full(4, 7, np.float32)
+            arrays.append(weakref.ref(array))
+            if how == "dropped":
+                launch.call_async("f", launch.tofrom(array))
+            else:
+                with contextlib.suppress(ao.OffloadTimeout):
+                    launch.call("f", launch.tofrom(array))
             dropped.set()
 
         loaded, dropped = threading.Event(), threading.Event()
@@ -438,5 +474,10 @@ async def test_array_of_a_call_that_was_given_up() -> None:
         loaded.set()
         assert dropped.wait(DEADLINE_S)  # the loop has not looked meanwhile
         failure = await end_of(op)
-        assert isinstance(failure, ao.HostFunctionError)
-        assert isinstance(failure.__cause__, ao.UsageError)
+        await until(lambda: arrays[0]() is None)
+        if how == "dropped":
+            assert (seen, failure) == ([[7] * 4], None)
+        else:  # cancelled if it comes after the end of the kernel
+            assert seen in ([], [[7] * 4])
+            assert isinstance(failure, ao.HostFunctionError)
+            assert isinstance(failure.__cause__, ao.OffloadTimeout)

@@ -1520,6 +1520,50 @@ async def test_abort_on_the_host() -> None:
         await works(r)
 
 
+async def test_kernel_that_fails_by_itself_after_a_call_has_failed() -> None:
+    """Both are told: the failure of the call, and with it what the kernel ended with."""
+
+    @ao.kernel(calls=True)
+    def goes_on(launch: Any, own: np.bool_) -> None:
+        try:
+            launch.call("f")
+        except ao.HostFunctionError:
+            if not own:
+                raise
+            raise IndexError("its own bug") from None
+
+    async with calling_rig() as r:
+
+        @r.off.host_function(on_error="collect")
+        async def f() -> None:
+            raise Boom
+
+        for own in (False, True):
+            failure = await end_of(r.launch(goes_on, own))
+            assert isinstance(failed(failure, Code.RAISED, "'f'"), Boom)
+            notes = getattr(failure, "__notes__", [])
+            assert [("IndexError" in note, "its own bug" in note) for note in notes] == [(True, True)] * own
+        await works(r)
+
+
+async def test_exceptions_that_keep_calls() -> None:
+    """Failed kernels whose exceptions the program keeps hold no reply cells: others go on calling."""
+
+    @ao.kernel(calls=True)
+    def leaves_calls(launch: Any) -> None:
+        _calls = [launch.call_async("f") for _ in range(1000)]
+        raise Boom
+
+    async with calling_rig(call_timeout_s=2) as r:
+
+        @r.off.host_function
+        async def f() -> None: ...
+
+        kept = [await end_of(r.launch(leaves_calls)) for _ in range(17)]
+        assert all(isinstance(error, ao.LaunchError) for error in kept)
+        await works(r)
+
+
 # The end of an Offload, and of the process
 
 
@@ -1598,6 +1642,89 @@ async def main():
     print("kernel ended")
 asyncio.run(main())
 """
+
+
+@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "SystemExit"])
+def test_interrupt_by_a_post_of_a_kernel_that_is_over(kind: str, runner: str) -> None:
+    """It ends the loop as from any task, also where the request is read when its launch ends."""
+    done = run(f"""
+import time
+@ao.kernel(calls=True)
+def post(launch): launch.post("f", 1)
+async def main():
+    async with ao.Offload("host") as off:
+        await off.load(post)
+        @off.host_function
+        async def f(x: int): raise {kind}(3)
+        op = off.launch(post, grid=1, block=1)
+        time.sleep(0.05)  # the kernel is over before the loop looks
+        await asyncio.sleep(10)
+        print("went on")
+try:
+    {runner}.run(main())
+except BaseException as error:
+    print("ended by", repr(error))
+""")
+    assert (done.stdout, done.returncode) == (f"ended by {kind}(3)\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("options", ["", "limit=2", "timeout_s=5"])
+def test_interrupt_in_a_first_step_is_noted_once(options: str) -> None:
+    """The launch fails with that one failure, whatever the function is registered with."""
+    done = run(f"""
+async def main():
+    async with ao.Offload("host") as off:
+        await off.load(tell)
+        @off.host_function({options})
+        async def f(x: int): raise SystemExit(3)
+        op = off.launch(tell, grid=1, block=1, args=(1, off.zeros(2, np.int32)))
+        try:
+            await asyncio.sleep(10)
+        finally:
+            while not op.done(): await asyncio.sleep(0)
+            print(repr(op.exception().__cause__), "more" in str(op.exception()))
+try:
+    asyncio.run(main())
+except SystemExit:
+    print("ended")
+""")
+    assert (done.stdout, done.returncode, done.stderr) == ("SystemExit(3) False\nended\n", 0, "")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="without eager tasks both kernels are read apart")
+def test_launches_that_end_together() -> None:
+    """Where what comes after one of them raises SystemExit, the others end all the same."""
+    done = run("""
+import time
+@ao.kernel(calls=True)
+def post(launch): launch.post("f", 1); started.append(1)
+started, ops = [], []
+async def main():
+    off = ao.Offload("host", calling_lanes=4)
+    async with off:
+        await off.load(post, tell)
+        def custom(lane): raise SystemExit(3)
+        @off.host_function
+        async def f(x: int):
+            if x == 2:
+                ops[:] = [off.launch(post, grid=1, block=1) for _ in range(2)]
+                off.custom_operation(custom, after=ops[:1])
+                while len(started) < 2: time.sleep(0.01)
+                time.sleep(0.05)
+                ops[0].done()  # one look, as a program may: both kernels are over now
+        op = off.launch(tell, grid=1, block=1, args=(2, off.zeros(2, np.int32)))
+        try:
+            await asyncio.sleep(10)
+        finally:
+            await asyncio.wait_for(asyncio.gather(*(one.wait() for one in (op, *ops))), 3)
+            print("open", off.stats()["calls"]["open"])
+try:
+    asyncio.run(main())
+except SystemExit:
+    print("ended")
+""")
+    assert (done.stdout, done.returncode) == ("open 0\nended\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("close", ["await off.aclose(0.3)", "off.terminate()"])

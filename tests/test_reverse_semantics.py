@@ -30,6 +30,7 @@ from tests.reverse_kernels import (
     C_TYPES,
     CANCELLED,
     FROM,
+    INCLUDE,
     KERNELS,
     MIXED,
     MIXED_C,
@@ -449,6 +450,34 @@ async def test_post_as_the_last_thing(r: CallingRig, count: int) -> None:
     await r.launch(post_many, count, report)
     assert sorted(ended) == list(range(count))
     assert await r.values(report) == [OK]
+
+
+@ao.kernel(
+    cuda=INCLUDE
+    + """extern "C" __global__ void post_scratch(ao::Launch launch, long long* scratch, long long n) {
+        for (int i = 0; i < 64; ++i) scratch[i] = n;
+        launch.post(ao::fn("f"), n, ao::to(scratch, 64));
+    }""",
+    calls=True,
+)
+def post_scratch(launch: Any, scratch: ao.InOut[np.int64], n: np.int64) -> None:
+    """Fill the scratch with n, post it, and end."""
+    scratch[:] = n
+    launch.post("f", n, launch.to(scratch))
+
+
+async def test_scratch_is_the_launchs_until_it_is_done(device_label: str) -> None:
+    """What a kernel has posted from its scratch is there for the handler, whatever runs on that lane meanwhile."""
+    async with calling_rig(device_label, calling_lanes=1) as r:
+        await r.off.load(post_scratch)
+        seen: dict[int, set[int]] = {}
+
+        @r.off.host_function
+        async def f(n: int, scratch: ao.In[np.int64]) -> None:
+            seen[n] = set(scratch.tolist())
+
+        await asyncio.gather(*(r.launch(post_scratch, ao.Scratch(8 * 64), n).wait() for n in range(6)))
+        assert seen == {n: {n} for n in range(6)}
 
 
 async def test_what_comes_after_waits_for_the_handlers(r: CallingRig) -> None:
@@ -1203,6 +1232,26 @@ async def test_handler_that_cleans_up(r: CallingRig) -> None:
 
 
 @pytest.mark.all_loops
+async def test_the_first_stop_counts(r: CallingRig) -> None:
+    """A launch that was cancelled is cancelled, also if its timeout passes while its handlers clean up."""
+    called = asyncio.Event()
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        called.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.3)
+
+    await r.off.load(ask)
+    op = r.launch(ask, 6, r.array(1), r.array(2, np.int32), timeout_s=0.2)
+    await called.wait()
+    op.cancel()
+    assert isinstance(await end_of(op), asyncio.CancelledError)
+    assert op.cancelled()
+
+
 @pytest.mark.parametrize("how", ["cancel", "timeout_s"])
 async def test_handler_whose_cleaning_up_fails(r: CallingRig, how: str) -> None:
     """What a host function raises while it is cancelled is the cause of how its launch ends."""
@@ -1416,6 +1465,51 @@ async def test_failure_of_a_nested_call(device_label: str) -> None:
         assert "Boom('the \"last\" one')" in str(failure)
         steps = np.diff([*lengths, len(str(failure))])
         assert steps.max() == steps.min() < 150
+
+
+async def test_nested_launches_of_which_one_is_held(device_label: str) -> None:
+    """A launch of a host function that comes after something keeps its lane: what is launched meanwhile has another."""
+    async with calling_rig(device_label, call_timeout_s=4) as r:
+        await r.off.load(ask, silent, drop_calls)
+        held: list[ao.Operation[None]] = []
+
+        async def slow() -> None:
+            await asyncio.sleep(0.05)
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            held.append(r.launch(silent, r.array(1, np.int32), after=[r.off.host_task(slow)]))
+            await r.launch(drop_calls, r.array(1), 0)
+            return x
+
+        @r.off.host_function
+        async def g(n: int) -> int:
+            await held[0]
+            return n
+
+        assert await r.asked(ask, 6) == ([OK, 0], 6, None)
+
+
+async def test_launches_take_whichever_lane_is_free(device_label: str) -> None:
+    """A launch that calls waits for no other one as long as there is a lane for it."""
+    async with calling_rig(device_label, calling_lanes=2, call_timeout_s=4) as r:
+        await r.off.load(ask, silent)
+        last = asyncio.Event()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            if x == 1:
+                await last.wait()
+            else:
+                last.set()
+            return x
+
+        values, reports = [r.array(1) for _ in range(2)], [r.array(2, np.int32) for _ in range(2)]
+        first = r.launch(ask, 1, values[0], reports[0])
+        await r.launch(silent, r.array(1, np.int32))
+        both = r.launch(silent, r.array(1, np.int32)), r.launch(ask, 2, values[1], reports[1])
+        for op in (*both, first):
+            await op
 
 
 async def test_nested_call_while_others_wait_for_a_lane(device_label: str) -> None:

@@ -94,6 +94,7 @@ static int begin(AoChannel *self, AoRequest *request) {
     if (ao_request_seal(request) < 0) return ao_request_fail(request);
     PyObject *ignored = PyObject_CallMethodOneArg(self->owner, s_begin, (PyObject *)request);
     Py_XDECREF(ignored);
+    if (!ignored && request->finished) return -1; /* its handler has failed in its first step, and it was told so */
     return ignored ? 0 : ao_request_fail(request);
 }
 

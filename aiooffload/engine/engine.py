@@ -459,6 +459,8 @@ class Engine:
 
     def cancel(self, operation: Operation[Any], failure: BaseException) -> None:
         """End ``operation`` with ``failure`` if it is still on the host; ask a kernel that calls to stop."""
+        if operation.stop is not None and operation in self.reverse.callers:
+            return  # it was asked to stop already, and ends with what did that
         self.lanes.stop(operation, failure)
         if operation.calling and not operation.finished:
             self.reverse.cancel(operation)
@@ -625,6 +627,8 @@ class Engine:
                 self.check_open()  # the end of the engine cancelled it
             task.add_done_callback(keep)
             raise
+        finally:
+            del caller  # it has its exception, whose traceback has this frame
 
     async def maintain(self, call: Callable[[], _T]) -> _T:
         """Run a call that waits for everything in flight, behind the barrier."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from aiooffload._native import Caller, Handler, Request, calling
 from aiooffload.errors import OffloadTimeout, UsageError
-from aiooffload.kernel import Parameter, parameter_of
+from aiooffload.kernel import UNRESOLVED, Parameter, parameter_of
 from aiooffload.rules.scheduler import waits_for
 from aiooffload.rules.wire import PAYLOAD_NBYTES, function_id, kind_of, map_extent
 from aiooffload.scalars import scalar, scalar_bytes
@@ -322,7 +322,7 @@ class HostFunction(Handler):
         """Serve one row, or several that came as one request: all succeed or all fail."""
         if len(rows) == 1:
             return await self._call(rows[0])
-        results = await _all_of([asyncio.ensure_future(self._call(row)) for row in rows])
+        results = await _all_of(self._call(row) for row in rows)
         if self._result is not None:
             return results
         return next((result for result in results if result is not None), None)
@@ -343,10 +343,13 @@ class HostFunction(Handler):
         return result
 
 
-async def _all_of(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+async def _all_of(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Return the results of all; the first failure stops the others, and several are raised as a group."""
-    pending = set(tasks)
+    tasks: list[asyncio.Task[Any]] = []
     try:
+        for coroutine in coroutines:  # an eager one may raise SystemExit
+            tasks.append(asyncio.ensure_future(coroutine))  # noqa: PERF401  # those before it are to be stopped
+        pending = set(tasks)
         while pending:  # FIRST_EXCEPTION would wait on where one was cancelled
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if any(task.cancelled() or task.exception() is not None for task in done):
@@ -371,7 +374,7 @@ def _types(function: Callable[..., Any], batch: bool) -> tuple[list[Parameter], 
     """Return the parameters and the dtype of the result, None for none; raises UsageError."""
     try:
         signature = inspect.signature(function, eval_str=True)
-    except NameError as error:
+    except UNRESOLVED as error:
         raise UsageError(f"an annotation of {_called(function)} cannot be resolved: {error}") from error
     parameters = []
     for p in signature.parameters.values():
@@ -394,17 +397,21 @@ def _types(function: Callable[..., Any], batch: bool) -> tuple[list[Parameter], 
 
 def _parameter(function: Callable[..., Any], name: str, annotation: Any, batch: bool) -> Parameter:
     try:
-        return parameter_of(name, _element(annotation) if batch else annotation)
+        parameter = parameter_of(name, _element(annotation) if batch else annotation)
     except UsageError as error:
         hint = "; in a batch function NDArray[np.int64], say, or the type of an element" if batch else ""
         raise UsageError(f"{_called(function)}: {error}{hint}") from None
+    dtype = parameter.dtype
+    if dtype is not None and parameter.access is None and dtype.fields is None and not dtype.isnative:
+        raise UsageError(f"{_called(function)}: {name} is {dtype!r}, but kernels have {dtype.newbyteorder('=')!r}")
+    return parameter
 
 
 def _element(annotation: Any) -> Any:
     """Return the element type of an array annotation such as ``NDArray[np.int64]``, any other as it is."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is np.ndarray:
-        return get_args(arguments[1])[0]
+        return next(iter(get_args(arguments[-1])), annotation)
     return arguments[0] if origin is NDArray else annotation  # NumPy 2.5 has it as an alias of its own
 
 

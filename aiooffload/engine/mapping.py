@@ -154,19 +154,21 @@ class Mapping:
         The launch is done when its handlers are, and then its memory may go.
         """
         operation = self._submit(name, copies, lane, (block.array[:], memory))
-        cancelled: asyncio.CancelledError | None = None
+        failure: BaseException | None = None
         while not operation.finished:
             try:
                 await operation
             except asyncio.CancelledError as error:
-                cancelled = error
+                failure = error
             except Exception:  # what look() returns
                 break
-        failure = operation.look()
-        if cancelled is not None:
-            raise cancelled
-        if failure is not None:
-            raise failure
+        failed = operation.look()
+        failure = failure or failed
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure, failed  # its traceback has this frame: each would keep the other, and the arrays
 
     def _submit(self, name: str, copies: list[tuple[int, int, int]], lane: Lane, keep: object) -> Operation[None]:
         operation: Operation[None] = Operation(self._loop, self._owner, name)

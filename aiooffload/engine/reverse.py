@@ -19,6 +19,7 @@ import asyncio
 import operator
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -43,6 +44,8 @@ BUDGET_NS: Final = 200_000
 TORN_S: Final = 3.0
 """For so long a request may be missing from the ring although it has to be there."""
 _MOST_FAILURES: Final = 100
+_OF_CALLS: Final = (asyncio.CancelledError, HostFunctionError, OffloadTimeout)
+"""What a call raises in a host kernel."""
 
 
 class Opened(NamedTuple):
@@ -62,7 +65,7 @@ class Opened(NamedTuple):
 class CallingLaunch(Caller):
     """A launch on the device whose kernel calls."""
 
-    __slots__ = ("failed", "failures", "goal", "index", "last", "parent", "words")
+    __slots__ = ("failed", "failures", "goal", "index", "last", "parent", "prepared", "words")
 
     index: int
     """Its block in the shared memory, until everything it sent was read."""
@@ -74,6 +77,8 @@ class CallingLaunch(Caller):
     """How many there were."""
     parent: Caller | Request | None
     """What the host function served that launched it, if one did."""
+    prepared: Any
+    """What its kernel was started with: the host's driver looks there while the launch is not done."""
     words: dict[int, Word]
     """Of its block, by offset."""
     last: dict[int, int]
@@ -141,8 +146,8 @@ class Reverse:
 
     # -- functions -------------------------------------------------------------------------
 
-    def register(self, function: HostFunction) -> None:
-        """Add a host function; raises UsageError if its name or number is taken."""
+    def check_free(self, function: HostFunction) -> None:
+        """Raise UsageError if its name or number is taken."""
         other = self.functions.get(function.number)
         if other is not None:
             if other.name == function.name:
@@ -150,6 +155,10 @@ class Reverse:
                     f"there is a host function {function.name!r} already: one serves every launch of the Offload"
                 )
             raise UsageError(f"{function.name!r} and {other.name!r} have the same id: give one of them another name")
+
+    def register(self, function: HostFunction) -> None:
+        """Add a host function; raises UsageError if its name or number is taken."""
+        self.check_free(function)
         self.functions[function.number] = function
 
     # -- opening ---------------------------------------------------------------------------
@@ -196,9 +205,9 @@ class Reverse:
             caller.index,
         )
         try:
-            prepared = prepare(CallParameter(parameter.pack(), opened.keep))
+            caller.prepared = prepare(CallParameter(parameter.pack(), opened.keep))
             assert operation.plan is not None
-            stream.enqueue_kernel(operation.plan, prepared, operation, 0)
+            stream.enqueue_kernel(operation.plan, caller.prepared, operation, 0)
         except BaseException:
             self._detach(caller)
             del self.callers[operation]
@@ -262,10 +271,14 @@ class Reverse:
             return
         self._ending.append(caller)
         try:
-            if not self.channel.busy:
-                self.channel.drain(BUDGET_NS)
+            try:
+                if not self.channel.busy:
+                    self.channel.drain(BUDGET_NS)
+            finally:
+                self.settle()
+        except BaseException as error:  # of some host function: the loop's, not the failure of what has arrived
+            self._loop.call_soon(_raise, error)
         finally:
-            self.settle()
             self._on_resident(-1)
 
     def check(self) -> None:
@@ -275,7 +288,9 @@ class Reverse:
         a gap that stays, and everything behind it would wait for ever.
         """
         channel, now = self.channel, now_ns()
-        if channel is None or channel.position != self._position or not (self.resident or self._ending):
+        still = channel is not None and channel.position == self._position and (self.resident or self._ending)
+        # Where a host function looks in its first step nobody reads meanwhile: nothing is missing.
+        if channel is None or channel.busy or not still:
             self._position, self._moved_ns = 0 if channel is None else channel.position, now
         elif now - self._moved_ns > TORN_S * 1e9:
             self._moved_ns = now
@@ -308,8 +323,10 @@ class Reverse:
             # Its kernel died, or gave up waiting: nobody wants what its handlers would give.
             if caller.operation.failure is not None or caller.read(wire.LAUNCH_GIVEN_UP):
                 self._stop(caller)
-            if caller.active == 0:
-                self.idle(caller)
+        with ExitStack() as each:  # each is told, whatever the end of another meets
+            for caller in reversed(ended):
+                if caller.active == 0:
+                    each.callback(self.idle, caller)
         if waiting:
             try:
                 self.check()
@@ -408,6 +425,7 @@ class Reverse:
         # The context names the launch: without this only the garbage collector would part the two.
         caller.context.run(calling.set, None)
         caller.operation.finish(failure=failure)
+        caller.prepared = None
         caller.parent = still_waiting(caller.parent)  # or launches that call for one another keep all before them
 
     def _note(self, caller: Caller, failure: HostFunctionError) -> None:
@@ -427,7 +445,11 @@ class Reverse:
                 failure.__cause__ = _together(caller.failures, caller.failed)
             return failure
         if caller.failures:
-            return _together(caller.failures, caller.failed)
+            failed = _together(caller.failures, caller.failed)
+            # A host kernel goes on after a call that failed, and may end with something else.
+            if operation.failure is not None and not isinstance(operation.failure.__cause__, _OF_CALLS):
+                failed.add_note(f"{_kernel(caller)} then failed itself: {operation.failure}")
+            return failed
         trouble = wire.trouble(caller.read(wire.LAUNCH_GIVEN_UP) or caller.read(wire.LAUNCH_TROUBLE))
         if trouble is not None:
             return self._trouble(caller, *trouble)
@@ -549,6 +571,10 @@ class Reverse:
             "resident": self.resident,
             "open": sum(caller.active for caller in self.callers.values()),
         }
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _one_of(error: BaseException) -> BaseException:

@@ -134,13 +134,13 @@ class ScratchCache:
 
         Raises OutOfMemoryError, DeviceLostError.
         """
-        lease = self._lend(operation.lane.index, wanted.nbytes)
+        lease = self._lend(operation.lane.index, wanted.nbytes, bool(operation.calling))
         operation.keep = (operation.keep, lease)
         return wanted.fill(arguments, Allocation(lease, self._owner))
 
-    def _lend(self, lane: int, nbytes: int) -> Lease[Block]:
+    def _lend(self, lane: int, nbytes: int, alone: bool) -> Lease[Block]:
         with self._returns:
-            block, rounded, free = self._policy.want(lane, nbytes)
+            block, rounded, free = self._policy.want(lane, nbytes, alone)
             if block is None:
                 self._free(free)
                 block = self._memory.allocate(rounded)

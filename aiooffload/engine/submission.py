@@ -144,7 +144,7 @@ class Submission:
         wanted = layout(kernel, args, *geometry[:2]) if args else None
         if kernel.calls or wanted is not None:
             args = _retained(args)
-        operation, terms = self._new(kernel, terms)
+        operation = self._new(kernel, terms)
         self._equip(operation, site, args, wanted, copy_context() if kernel.calls else None)
         self.submit(operation, uses, terms, keep=args)
         return operation
@@ -198,11 +198,11 @@ class Submission:
 
         return bind(self._launcher, kernel, site, args, launch)
 
-    def _new(self, kernel: Kernel, terms: Terms) -> tuple[Operation[None], Terms]:
-        """Make the operation of a launch; one that calls gets a lane of its own kind."""
+    def _new(self, kernel: Kernel, terms: Terms) -> Operation[None]:
+        """Make the operation of a launch; one that calls has lanes of its own kind."""
         operation: Operation[None] = Operation(self._loop, self._owner, kernel.name)
         if not kernel.calls:
-            return operation, terms
+            return operation
         if terms.lane is not None:
             raise UsageError(f"kernel {kernel.name} calls host functions: such launches have lanes of their own")
         if terms.coarse:
@@ -210,15 +210,13 @@ class Submission:
         operation.calling = 1
         operation.arrival = self._reverse.arrived
         if waiting_launches():
-            lane = self._lanes.free_calling_lane()
-            if lane is None:
+            if not self._lanes.may_nest():
                 raise UsageError(
                     f"kernel {kernel.name} was launched by a host function, and no calling lane is free: it would wait "
                     "for the launch that waits for that function; raise calling_lanes"
                 )
             operation.calling = 2
-            terms = terms._replace(lane=lane)
-        return operation, terms
+        return operation
 
     def _equip(
         self,
@@ -260,7 +258,7 @@ class Submission:
                 f"kernel {kernel.name} is not loaded, and loading it would wait for the launch that waits for this "
                 "host function: await off.load(...) before"
             )
-        operation, terms = self._new(kernel, terms)
+        operation = self._new(kernel, terms)
         if terms.instant:
             raise WouldBlock(f"kernel {kernel.name} is not loaded yet; await off.load(...) first")
         operation.holds = 1

@@ -6,7 +6,8 @@ through these states::
 
     held      something it needs is not on the device: a dependency that waits itself, a kernel's
               load, an awaitable
-    waiting   on its lane, which is full, paused, or has others waiting
+    waiting   on its lane, which is full, paused, or has others waiting; a launch whose kernel calls
+              host functions, for any lane of its kind
     started   on the device, in the order of its lane; or in the hands of the host (a host task, a
               copy that goes piece by piece)
     finished
@@ -19,7 +20,10 @@ priority. What only the host can wait for (a host task, a gate, a launch whose k
 what comes after it on the host.
 
 Whatever waits, waits for something submitted before it, or for the device: so nothing waits in a circle.
-To that end what was submitted before a gate goes ahead of it, however late it comes to the lane.
+To that end what was submitted before a gate goes ahead of it, however late it comes to the lane; and launches
+whose kernels call, each of which may wait for another by way of its host functions, have a lane of their own
+while they run, of which one is kept for each that a host function has submitted. What that one comes after may
+use it meanwhile.
 
 The first lanes take any operation of the ordinary priority; then come those of other priorities,
 and those with a purpose of their own: calling lanes, the lanes of mapped arguments, and streams of
@@ -29,7 +33,7 @@ somebody else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from aiooffload.errors import DependencyError, UsageError, WouldBlock
@@ -220,6 +224,11 @@ class Scheduler(Generic[_W, _L]):
         # Lanes for launches whose kernels call, and streams of somebody else's, among `lanes`.
         self.calling: list[_L] = []
         self.adopted: set[_L] = set()
+        # Such launches that nothing holds any more, by their `calling`, in order; they get a lane when they start.
+        self._calls: dict[int, dict[_W, None]] = {1: {}, 2: {}}
+        # Those of host functions that have not started, held ones among them: a lane is kept for each.
+        self._promised: dict[_W, None] = {}
+        self._launching = False
         # Barriers that were asked for: no launch that calls starts while there is one, except those of
         # host functions. Once no such launch is on the device, `board.paused` holds up all others, too.
         self.pauses = 0
@@ -294,6 +303,8 @@ class Scheduler(Generic[_W, _L]):
             return None
         if self._is_paused(operation):
             return "maintenance is going on, or an operation is being put together"
+        if operation.calling:
+            return None if self.may_nest() else "every calling lane is taken"
         target = lane or self._choose(operation, deps)
         if target.waiting or target.queue.in_flight >= target.queue.depth:
             return f"lane {target.index} is full"
@@ -316,8 +327,8 @@ class Scheduler(Generic[_W, _L]):
     def _may_name(self, operation: _W, lane: object) -> bool:
         if not isinstance(lane, Line):  # whatever a program passed
             return False
-        if operation.calling:
-            return any(lane is one for one in self.calling)
+        if operation.calling:  # it gets one when it starts
+            return False
         if lane.adopted:
             return lane in self.adopted
         first, last = self.groups.get(lane.priority, (0, 0))
@@ -334,9 +345,12 @@ class Scheduler(Generic[_W, _L]):
         """The lanes that take any operation."""
         return [lane for first, last in self.groups.values() for lane in self.lanes[first:last]]
 
-    def free_calling_lane(self) -> _L | None:
-        """Return a calling lane on which nothing runs or waits, None if there is none."""
-        return next((lane for lane in self.calling if not lane.waiting and not lane.queue.in_flight), None)
+    def may_nest(self) -> bool:
+        """Whether a calling lane is free and kept for nothing: a launch of a host function must not wait for one."""
+        return len(self._free()) > len(self._promised)
+
+    def _free(self) -> list[_L]:
+        return [lane for lane in self.calling if not lane.queue.in_flight]
 
     def place(self, operation: _W, lane: _L | None, part_of: _W | None = None) -> None:
         """Send ``operation`` to the device, or keep it on the host until it can go.
@@ -349,6 +363,8 @@ class Scheduler(Generic[_W, _L]):
             operation.finish(failure=self.dead)
             return
         operation.lane = lane
+        if operation.calling == 2:
+            self._promised[operation] = None
         on_host = operation in self.on_host
         if operation.deps and on_host:
             self._hold_until_done(operation, operation.deps)
@@ -364,9 +380,7 @@ class Scheduler(Generic[_W, _L]):
                 self._ready.append(operation)
                 self._start_ready()
         else:
-            self._to_lane(
-                operation, self._choose(operation, operation.deps or ()), self._gates if part_of is None else 0
-            )
+            self._go(operation, self._gates if part_of is None else 0)
 
     def _hold_until_done(self, operation: _W, deps: Iterable[_W]) -> None:
         """Hold ``operation``, which runs on the host, until ``deps`` are done, not only on the device."""
@@ -417,9 +431,6 @@ class Scheduler(Generic[_W, _L]):
         if operation.lane is not None:
             chosen: _L = operation.lane
             return chosen
-        if operation.calling:
-            first = self.calling[0].index
-            return self.lanes[self._board.pick(first, first + len(self.calling))]
         first, last = self.groups[operation.priority]
         ahead = [dep for dep in deps if not dep.finished]
         picked = self.lanes[self._board.pick_after(first, last, ahead) if ahead else self._board.pick(first, last)]
@@ -430,7 +441,49 @@ class Scheduler(Generic[_W, _L]):
 
     def _is_paused(self, operation: _W) -> bool:
         """Whether maintenance keeps it on the host; a host function's launch it has to wait for."""
-        return bool(self.pauses if operation.calling == 1 else self._board.paused)
+        return bool(self._board.paused or (operation.calling == 1 and self.pauses))
+
+    def _go(self, operation: _W, gates: int) -> None:
+        """Start it, or let it wait for a lane; nothing else holds it any more."""
+        if operation.calling:
+            self._calls[operation.calling][operation] = None
+            self._board.pending += 1
+            self._start_calls()
+        else:
+            self._to_lane(operation, self._choose(operation, operation.deps or ()), gates)
+
+    def _start_calls(self) -> None:
+        """Start what calls as long as lanes are free for it."""
+        if self._launching:  # by way of a program's code: the lane in question looks free
+            return
+        self._launching = True
+        try:
+            while (found := self._next_call()) is not None:
+                operation, lane = found
+                del self._calls[operation.calling][operation]
+                self._promised.pop(operation, None)
+                self._board.pending -= 1
+                operation.lane = lane
+                self._enqueue(operation, lane)
+        finally:
+            self._launching = False
+
+    def _next_call(self) -> tuple[_W, _L] | None:
+        """Return which can start, with its lane.
+
+        Those of host functions come first, and what they come after can do with one of the lanes kept for them.
+        """
+        free = self._free()
+        if not free or self._board.paused or self.dead is not None:
+            return None
+        others, kept = self._calls[1], len(self._promised)
+        operation = next(iter(self._calls[2]), None)
+        if operation is None and not self.pauses and len(free) > kept:
+            operation = next(iter(others), None)
+        if operation is None and others and 0 < kept <= len(free):
+            awaited = {dep for promised in self._promised for dep in _ahead(promised.deps or ())}
+            operation = next((one for one in others if one in awaited), None)
+        return None if operation is None else (operation, free[0])
 
     def _to_lane(self, operation: _W, lane: _L, gates: int) -> None:
         """Start it, or let it wait on ``lane``, behind none but the first ``gates`` gates."""
@@ -506,7 +559,7 @@ class Scheduler(Generic[_W, _L]):
         if start is not None:
             start()
         else:
-            self._to_lane(operation, self._choose(operation, operation.deps or ()), gates)
+            self._go(operation, gates)
 
     def release_followers(self, operation: _W) -> None:
         """``operation`` is on the device or done: what was held for it may go."""
@@ -528,6 +581,7 @@ class Scheduler(Generic[_W, _L]):
         self._start_ready()  # only what an interrupt left behind
         for lane in list(self._crowded):
             self._flush_lane(lane)
+        self._start_calls()
         self._on_room()
 
     def _flush_lane(self, lane: _L) -> None:
@@ -556,13 +610,19 @@ class Scheduler(Generic[_W, _L]):
             return
         if self.held.pop(operation, None) is not None:
             self.on_host.pop(operation, None)
+        elif operation.calling:
+            if operation not in self._calls[operation.calling]:
+                return
+            del self._calls[operation.calling][operation]
         elif operation.lane is None or (operation.streamed and operation.steps is None):
             return  # in the hands of the host, or going piece by piece: whoever does that sees `stop`
         else:
             operation.lane.queue.load -= 1
         self._board.pending -= 1
         self._finish_unstarted(operation, failure)
-        if operation.lane is not None:
+        if operation.calling:
+            self._start_calls()  # a lane may have been kept for it
+        elif operation.lane is not None:
             operation.lane.drop_finished()
             if operation.gate:
                 self._flush_lane(operation.lane)
@@ -573,6 +633,7 @@ class Scheduler(Generic[_W, _L]):
         for dep in operation.deps or ():  # it stands for them in histories, which hold it weakly
             dep.keep = (dep.keep, operation)
         operation.prepared = operation.steps = None
+        self._promised.pop(operation, None)
         operation.finish(failure=failure)
         self.release_followers(operation)
         self._on_room()
@@ -587,6 +648,7 @@ class Scheduler(Generic[_W, _L]):
         self.dead = failure
         ahead = [operation for lane in self.lanes for _, ahead in lane.ahead.values() for operation in ahead]
         waiting = [*self.held, *ahead, *(operation for lane in self.lanes for operation in lane.waiting)]
+        waiting += [operation for calls in self._calls.values() for operation in calls]
         self.held.clear()
         self.on_host.clear()
         for lane in self.lanes:
@@ -601,6 +663,9 @@ class Scheduler(Generic[_W, _L]):
         """Let go of what was abandoned."""
         self._ready.clear()
         self._crowded.clear()
+        self._promised.clear()
+        for calls in self._calls.values():
+            calls.clear()
         for lane in self.lanes:
             lane.waiting.clear()
             lane.ahead.clear()
@@ -616,12 +681,16 @@ def waits_for(deps: Iterable[_W], launch: _W, *, lanes: bool = False) -> bool:
 
     With ``lanes`` that includes the gates that it waits behind on its lane.
     """
+    return any(dep is launch for dep in _ahead(deps, lanes))
+
+
+def _ahead(deps: Iterable[_W], lanes: bool = False) -> Iterator[_W]:
+    """Iterate over ``deps`` and what those of them that have not started wait for."""
     ahead, seen = list(deps), set()
     gates: dict[Any, dict[_W, tuple[_W, ...]]] = {}  # by lane
     while ahead:
         dep = ahead.pop()
-        if dep is launch:
-            return True
+        yield dep
         if dep in seen or dep.queue is not None or dep.finished:
             continue
         seen.add(dep)
@@ -630,7 +699,6 @@ def waits_for(deps: Iterable[_W], launch: _W, *, lanes: bool = False) -> bool:
             if dep.lane not in gates:
                 gates[dep.lane] = dep.lane.behind_gates()
             ahead += gates[dep.lane].get(dep, ())
-    return False
 
 
 def dependency_failure(operation: Work) -> DependencyError | None:

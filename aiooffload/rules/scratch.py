@@ -1,8 +1,10 @@
 """Which workspace block a launch gets, and how long the block is kept afterwards.
 
 A lane runs in order, so all its launches may use one block: each lane has one that fits what it was asked for
-so far, and reuses it whether or not the launches before are done. Requests above ``keep_nbytes`` share another
-one, which goes when nothing in flight uses it. So does a block that was too small and has a successor.
+so far, and reuses it whether or not the launches before are done. A launch whose kernel calls host functions is
+not done with its kernel: what it posted may still map the block, so the next one gets another. Requests above
+``keep_nbytes`` share another one, which goes when nothing in flight uses it. So does a block that was too small
+and has a successor.
 
 What nothing uses is *idle*. It is kept up to a bound for all lanes together (the one that was idle longest goes
 first), for so long, and until memory runs out. The idea is libgomp's soft-stack cache, without its device-wide
@@ -77,10 +79,10 @@ class ScratchPolicy(Generic[_B]):
     def __len__(self) -> int:
         return len(self._slots)
 
-    def want(self, lane: int, nbytes: int) -> Decision[_B]:
-        """A launch on ``lane`` is about to be enqueued."""
+    def want(self, lane: int, nbytes: int, alone: bool = False) -> Decision[_B]:
+        """A launch on ``lane`` is about to be enqueued; ``alone``: the lane's order does not end the uses before."""
         slot = self._current.get((lane, nbytes > self._keep_nbytes))
-        if slot is not None and slot.nbytes >= nbytes:
+        if slot is not None and slot.nbytes >= nbytes and not (alone and slot.uses):
             self._use(slot)
             return Decision(slot.block)
         return Decision(None, self._rounded(nbytes), self._outgrown(slot))

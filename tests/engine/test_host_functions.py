@@ -153,13 +153,40 @@ def test_struct_that_c_lays_out_otherwise(types: tuple[Any, ...], returned: Any,
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("annotation", [list[int], NDArray[np.float32], np.ndarray, str, int | None], ids=str)
+@pytest.mark.parametrize(
+    "annotation", [list[int], NDArray[np.float32], np.ndarray, np.ndarray[Any, Any], str, int | None], ids=str
+)
 def test_refusal_names_the_function_and_says_what_there_is(annotation: Any) -> None:
     """An annotation that is none says whose it is and what may stand there, whatever NumPy makes of it."""
     with pytest.raises(ao.UsageError, match=r"one: a is annotated .*ao\.In"):
         HostFunction(with_types(annotation))
+    if annotation != NDArray[np.float32]:
+        with pytest.raises(ao.UsageError, match="in a batch function"):
+            HostFunction(with_types(annotation), batch=True)
     with pytest.raises(ao.UsageError, match=r"one: the result is annotated .*structured dtype"):
         HostFunction(with_types(int, returned=annotation))
+
+
+@pytest.mark.parametrize("text", ["np.int65", "1 +", "NotThere", "int | 'x'"])
+def test_text_that_is_no_annotation(text: str) -> None:
+    """An annotation given as text that stands for nothing is refused, in host functions and in kernels."""
+    with pytest.raises(ao.UsageError, match=r"one cannot be resolved"):
+        HostFunction(with_types(text))
+
+    def body(launch: Any, a: Any) -> None: ...
+
+    body.__annotations__["a"] = text
+    with pytest.raises(ao.UsageError, match=r"body cannot be resolved"):
+        ao.kernel(body)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_scalars_have_the_byte_order_of_kernels(limit: int | None) -> None:
+    """A scalar of another byte order is refused; in a struct the program says what it wants."""
+    for types, returned in (((np.dtype(">i8"),), None), ((int,), np.dtype(">f4"))):
+        with pytest.raises(ao.UsageError, match="kernels have"):
+            HostFunction(with_types(*types, returned=returned), limit=limit)
+    HostFunction(with_types(packed(">i8")), limit=limit)
 
 
 def test_text_has_all_its_bytes() -> None:

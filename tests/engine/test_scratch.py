@@ -384,6 +384,7 @@ class Handles:
 
     def __init__(self, lane: int) -> None:
         self.lane = type("Lane", (), {"index": lane})
+        self.calling = 0
         self.keep: object = None
 
 

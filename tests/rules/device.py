@@ -189,6 +189,10 @@ class Device(Scheduler[Op, Line[Op]]):
         self.tasks: list[Op] = []
         self.ending: list[Op] = []
         """Calling ones whose kernel is over."""
+        self.nested: list[Op] = []
+        """Launches of host functions."""
+        self.borrowers: set[Op] = set()
+        """What has started on a lane that is kept for something that comes after it."""
         self.rooms = 0
         self._submitted = 0
         self.gated = False
@@ -217,6 +221,8 @@ class Device(Scheduler[Op, Line[Op]]):
         self._submitted += 1
         op.number = self._submitted
         op.device, op.named, op.after, op.awaits = self, lane, after, awaits
+        if op.calling == 2:
+            self.nested.append(op)
         if self.checked:
             users = [user for memory, writes in uses for user, wrote in memory.users if writes or wrote]
             op.direct = {*after, *users} - {op}
@@ -229,6 +235,14 @@ class Device(Scheduler[Op, Line[Op]]):
         op.holds += awaits
         self.place(op, lane)
         return op
+
+    def promised(self) -> list[Op]:
+        """The launches of host functions that have not started: a calling lane is kept for each."""
+        return [op for op in self.nested if not op.finished and not op.started]
+
+    def is_awaited(self, op: Op) -> bool:
+        """Whether a launch of a host function, which has not started, comes after ``op``."""
+        return any(op in promised.before for promised in self.promised())
 
     # -- carrying out ----------------------------------------------------------------------
 
@@ -279,7 +293,12 @@ class Device(Scheduler[Op, Line[Op]]):
     def _check_start(self, op: Op, lane: Line[Op], waits: list[Op]) -> None:
         assert not op.finished
         assert self.dead is None
-        assert not (self.pauses if op.calling == 1 else self.board.paused), "started during maintenance"
+        exempt = op.calling != 1 or self.is_awaited(op)
+        assert not (self.board.paused if exempt else self.pauses), "started during maintenance"
+        free = sum(not lane.queue.in_flight for lane in self.calling)
+        if op.calling == 1 and free <= len(self.promised()):
+            assert self.is_awaited(op), "on a lane that is kept for another"
+            self.borrowers.add(op)
         assert lane.queue.in_flight < lane.queue.depth, "its lane is full"
         assert not op.awaits, "started before an awaitable was over"
         assert not any(dep.failure for dep in op.after), "started although what it names has failed"

@@ -77,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         device = self.device
         op = Op(f"{kind} {len(self.ops)}", streamed=kind == "streamed", gate=kind == "gate", on_host=kind == "task")
         if kind == "calling":
-            op.calling = data.draw(st.sampled_from([1, 1, 2]))
+            op.calling = data.draw(st.sampled_from([1, 1, 2])) if device.may_nest() else 1
         if kind == "refused":
             op.refuse = lambda: self.excuses.setdefault(op, Refused())
         uses: list[tuple[Memory, bool]] = []
@@ -104,8 +104,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not can_start or op.started or (known_failure and op.finished), "it could have started at once"
 
     def draw_lane(self, data: st.DataObject, op: Op) -> Line[Op] | None:
-        if op.calling == 2:
-            return self.device.free_calling_lane() or self.device.calling[0]
         if op.calling or op.on_host:
             return None
         if op.gate:
@@ -130,14 +128,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             return not deps
         if device.pauses if op.calling == 1 else device.board.paused:
             return False
-        candidates = [lane] if lane else device.calling
-        if not lane and not op.calling:
+        if op.calling:
+            return self.free_for_calls() > len(device.promised())
+        candidates = [lane] if lane else []
+        if not lane:
             group = device.lanes[slice(*device.groups[op.priority])]
             homes = {dep.lane for dep in deps}
             home = homes.pop() if len(homes) == 1 else None
             closed = home is None or home.queue.reserved or any(one.gate for one in device.live(home))
             candidates = [home] if home in group and not closed and self.has_room(home) else group
         return any(self.has_room(one) for one in candidates if one is lane or not one.queue.reserved)
+
+    def free_for_calls(self) -> int:
+        return sum(not lane.queue.in_flight for lane in self.device.calling)
 
     def has_room(self, lane: Line[Op]) -> bool:
         """Whether what comes to a lane goes to its queue at once."""
@@ -148,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lanes = [(len(device.live(lane)), lane.queue.load, lane.queue.in_flight) for lane in device.lanes]
         ops = [(op.holds, op.started, op.finished, op.lane, len(op.followers or ())) for op in self.ops]
         users = [len(memory.users) for memory in self.memory]
-        return device.board.pending, len(device.held), len(device.on_host), lanes, ops, users
+        return device.board.pending, len(device.held), len(device.on_host), lanes, ops, users, device.may_nest()
 
     @precondition(lambda self: self.device.dead is None)
     @rule(data=st.data())
@@ -156,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A lane of another kind or of nobody, or a priority without lanes, is refused and changes nothing."""
         calling, plain = Op(calling=1), Op()
         wrong: list[tuple[Op, Any]] = [
-            *((calling, lane) for lane in (*self.device.open, *self.device.adopted, 0)),
+            *((calling, lane) for lane in (*self.device.open, *self.device.adopted, *self.device.calling, 0)),
             *((plain, lane) for lane in (*self.device.calling, Line(0, Queue(1)), Line(99, Queue(1)), "lane", [])),
             (plain, Line(self.device.lanes[-1].index, Queue(1), adopted=True)),
             (Op(priority=5), None),
@@ -280,8 +283,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 gated = head.gate and self.is_held(head)
                 assert full or paused or gated, f"{head} could start"
         waiting = [op for lane in device.lanes for op in device.live(lane)]
+        free, kept = self.free_for_calls(), len(device.promised())
+        borrowed = any(not op.finished for op in device.borrowers)
         for op in self.unfinished():
-            assert op.started or op in waiting or self.is_held(op), f"{op} could go to its lane"
+            if op.calling and not op.started and not self.is_held(op):
+                if op.calling == 2:
+                    assert device.board.paused or (borrowed and not free), f"{op} waits for a lane"
+                elif device.is_awaited(op):
+                    assert device.board.paused or free < kept, f"{op} could start, for those of host functions"
+                else:
+                    assert device.pauses or free <= kept, f"{op} could start"
+            else:
+                assert op.started or op in waiting or self.is_held(op), f"{op} could go to its lane"
 
     def is_held(self, op: Op) -> bool:
         if op.on_host and self.device.later:
@@ -318,6 +331,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 device.settle()
         assert self.unfinished() == []
         assert (device.board.pending, device.held, device.on_host) == (0, {}, {})
+        assert device.may_nest() is bool(device.calling)
         assert not any(lane.queue.load or lane.waiting for lane in device.lanes)
         self.failures_have_their_reason()
 
@@ -594,19 +608,20 @@ def test_the_order_of_one_lane_is_not_enough(kind: str) -> None:
         (lambda d: d.submit(Op("slow"), awaits=1), {}, "it comes after <slow>, which only the host can wait for"),
         (lambda d: (d.pause(), None)[1], {}, "maintenance is going on"),
         (lambda d: None, {"streamed": True}, "it goes piece by piece"),
+        (lambda d: (d.submit(Op(calling=1)), None)[1], {"calling": 1}, "every calling lane is taken"),
         (lambda d: d.submit(Op("runs")), {"on_host": True}, "it comes after <runs>, which only the host can wait for"),
     ],
 )
-def test_obstacles(prepare: Callable[[Device], Any], kind: dict[str, bool], text: str) -> None:
+def test_obstacles(prepare: Callable[[Device], Any], kind: dict[str, Any], text: str) -> None:
     """Instant, on somebody else's stream, or with nothing more to wait: WouldBlock says why, and nothing changes."""
     for how in ("instant", "adopted", "full"):
-        device = Device({0: 1}, depth=2, adopted=1)
+        device = Device({0: 1}, depth=2, calling=1, adopted=1)
         before = prepare(device)
         after = [before] if isinstance(before, Op) else []
         lane = device.lanes[-1] if how == "adopted" else None
         if how == "full":
             device.max_pending = device.board.pending  # type: ignore[misc]
-        if how == "adopted" and ("full" in text or kind.get("on_host")):
+        if how == "adopted" and ("full" in text or kind.get("on_host") or kind.get("calling")):
             continue
         pending = device.board.pending
         with pytest.raises(WouldBlock, match=text):
@@ -746,7 +761,8 @@ def test_maintenance_and_calls() -> None:
     device.pause()
     assert not device.submit(Op(calling=1)).started
     assert device.submit(Op()).started
-    nested = device.submit(Op(calling=2), lane=device.free_calling_lane())
+    assert device.may_nest()
+    nested = device.submit(Op(calling=2))
     assert nested.started
     for op in (resident, nested):
         device.arrive(op.lane)
@@ -770,15 +786,77 @@ def test_what_comes_after_a_call_waits_until_it_is_done() -> None:
     assert after.started
 
 
-def test_free_calling_lane() -> None:
-    """One on which nothing runs or waits; None if there is none."""
+def test_calls_take_whichever_lane_is_free() -> None:
+    """What waits for a calling lane gets the first that is free, in order, whatever the others run."""
     device = Device({0: 1}, calling=2)
-    op = device.submit(Op(calling=1))
-    free = device.free_calling_lane()
-    assert free is not None
-    assert free is not op.lane
-    device.submit(Op(calling=2), lane=free)
-    assert device.free_calling_lane() is None
+    first, second, third, fourth = (device.submit(Op(calling=1)) for _ in range(4))
+    assert (first.started, second.started, third.started, fourth.started) == (True, True, False, False)
+    device.arrive(second.lane)
+    assert (third.started, third.lane, fourth.started) == (True, second.lane, False)
+    device.stop(fourth, Boom())
+    assert device.board.pending == 0
+
+
+@pytest.mark.parametrize("end", ["starts", "is stopped", "fails"])
+def test_a_lane_is_kept_for_a_launch_of_a_host_function(end: str) -> None:
+    """While one is held, others leave it a lane: it starts as soon as it can, before what came earlier."""
+    device = Device({0: 1}, calling=3)
+    caller = device.submit(Op(calling=1))
+    assert device.may_nest()
+    nested = device.submit(Op(calling=2), awaits=1)
+    others = [device.submit(Op(calling=1)) for _ in range(3)]
+    assert [op.started for op in others] == [True, False, False]
+    assert not device.may_nest()
+    if end == "is stopped":
+        device.stop(nested, Boom())
+    else:
+        device.end_awaitable(nested, None if end == "starts" else Boom())
+    assert nested.started is (end == "starts")
+    assert others[1].started is (end != "starts")
+    assert not others[2].started
+    device.arrive(caller.lane)
+    assert others[1].started
+    device.settle()
+    assert device.board.pending == 0
+
+
+def test_what_a_launch_of_a_host_function_comes_after_uses_its_lane() -> None:
+    """Where all lanes are kept for others, and during a pause, too; one at a time, and whatever waits before it."""
+    device = Device({0: 1}, calling=3)
+    device.submit(Op(calling=1))
+    early = [device.submit(Op(calling=1), awaits=1) for _ in range(2)]
+    between = device.submit(Op(), after=early)
+    nested = [device.submit(Op(calling=2), after=[between]) for _ in range(2)]
+    other = device.submit(Op(calling=1))
+    device.pause()
+    for op in early:
+        device.end_awaitable(op)
+    assert (early[0].started, early[1].started, other.started) == (True, False, False)
+    device.arrive(early[0].lane)
+    device.end_calling(early[0])
+    assert (early[1].started, other.started, nested[0].started) == (True, False, False)
+    device.arrive(early[1].lane)
+    device.end_calling(early[1])
+    device.arrive(between.lane)
+    assert all(op.started for op in nested)
+    device.resume()
+    device.settle()
+    assert other.finished
+
+
+def test_launches_of_host_functions_go_first() -> None:
+    """They start before what has waited longer: that may be waited for by nobody, they are."""
+    device = Device({0: 1}, calling=2)
+    first = device.submit(Op(calling=1))
+    nested = device.submit(Op(calling=2), awaits=1)
+    waiting = device.submit(Op(calling=1))
+    device.pause()
+    device.end_awaitable(nested)
+    assert nested.started
+    device.resume()
+    assert not waiting.started
+    device.arrive(first.lane)
+    assert waiting.started
 
 
 def test_stopped_while_it_is_put_together() -> None:

@@ -208,7 +208,8 @@ class HostDevice:
         """Return the array that a running kernel has mapped, or the block; raises UsageError if it is neither."""
         found: object = lent.find(address, nbytes)
         if found is None:
-            within = (block for block in self._blocks.values() if block.address <= address)
+            # A list: a Buffer may be collected meanwhile.
+            within = (block for block in list(self._blocks.values()) if block.address <= address)
             ends = (block for block in within if address + nbytes <= block.address + block.nbytes)
             found = next((block.host_array for block in ends), None)
         if found is None:

@@ -40,6 +40,8 @@ def _guarded(name: str, function: Callable[..., object]) -> Callable[..., object
             raise
         except BaseException as error:  # SystemExit too: it must end neither the stream nor the program
             raise LaunchError(f"kernel {name} raised {type(error).__name__}: {error}", operation="launch") from error
+        finally:
+            launch.end()
         if launch.aborted is not None:
             raise launch.aborted
 

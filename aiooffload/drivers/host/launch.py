@@ -25,6 +25,7 @@ __all__ = ["HostLaunch", "PendingCall", "lent"]
 
 _KINDS: Final = {Kind.BOOL: "b", Kind.INT: "i", Kind.UINT: "u", Kind.FLOAT: "f", Kind.COMPLEX: "c"}
 _ROWS: Final = 32
+_FOREVER_NS: Final = 1 << 62
 
 
 class Mapped(NamedTuple):
@@ -35,10 +36,11 @@ class Mapped(NamedTuple):
 
 
 class Lent:
-    """The arrays of calls under way: the only memory besides blocks that the host touches because a kernel says so.
+    """The arrays that calls map: the only memory besides blocks that the host touches because a kernel says so.
 
-    Kernels of any thread lend, and the loop's thread looks. Each method changes the dictionary by one operation, so
-    there is no lock, which whoever collects a forgotten call might hold already.
+    A call lends them until its kernel has the reply, one that was given up or dropped until its launch is done: the
+    host may look at them as long as that. Kernels of any thread lend, and the loop's thread looks. Each method changes
+    the dictionary by one operation, so there is no lock, which whoever collects a forgotten call might hold already.
     """
 
     def __init__(self) -> None:
@@ -54,10 +56,9 @@ class Lent:
         self._arrays[number] = arrays
         return number
 
-    def end(self, number: int | None) -> None:
-        """The call is over for its kernel."""
-        if number is not None:
-            self._arrays.pop(number, None)
+    def end(self, number: int) -> None:
+        """The host does not look at them any more."""
+        self._arrays.pop(number, None)
 
     def find(self, address: int, nbytes: int) -> NDArray[Any] | None:
         """Return the lent array that is just these bytes, or None."""
@@ -70,9 +71,12 @@ lent: Final = Lent()
 
 
 class HostLaunch:
-    """What a kernel on a GPU reads from its built-in variables, and its ``ao::Launch``."""
+    """What a kernel on a GPU reads from its built-in variables, and its ``ao::Launch``.
 
-    __slots__ = ("_port", "_shared", "_shared_bytes", "aborted", "block", "grid")
+    Whoever starts one that calls keeps it until the launch is done.
+    """
+
+    __slots__ = ("_calls", "_shared", "_shared_bytes", "aborted", "block", "grid")
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class HostLaunch:
         """Threads per block in x, y and z."""
         self._shared_bytes: Final = shared_bytes
         self._shared: NDArray[np.uint8] | None = None
-        self._port = None if calls is None else Port(calls.data, calls.keep)
+        self._calls = None if calls is None else Calls(Port(calls.data, calls.keep))
         self.aborted: LaunchError | None = None
         """What ``abort`` has raised, which ends the launch whatever its kernel does with it."""
 
@@ -100,10 +104,18 @@ class HostLaunch:
 
     # -- calls -----------------------------------------------------------------------------
 
-    def _open_port(self) -> Port:
-        if self._port is None:
+    def _open_calls(self) -> Calls:
+        if self._calls is None:
             raise UsageError("this kernel calls host functions: declare it with calls=True")
-        return self._port
+        return self._calls
+
+    def _open_port(self) -> Port:
+        return self._open_calls().port
+
+    def end(self) -> None:
+        """The kernel is over."""
+        if self._calls is not None:
+            self._calls.end()
 
     def call(self, function: str | int, *arguments: object, dtype: Any = None) -> Any:
         """Call a host function and wait for its result; see ``kernel.Launch``."""
@@ -134,16 +146,18 @@ class HostLaunch:
     def _send(
         self, function: str | int, data: bytes, rows: int, dtype: Any, arguments: Sequence[object]
     ) -> PendingCall:
-        port, number = self._open_port(), function_id(function)
+        calls, number = self._open_calls(), function_id(function)
         if len(data) > PAYLOAD_NBYTES:
-            port.report(number, Code.TOO_LARGE)
+            calls.port.report(number, Code.TOO_LARGE)
             raise HostFunctionError(f"{len(data)} bytes of arguments are too many for a call", code=Code.TOO_LARGE)
         loan = lent.lend(arguments)
-        status, cell, ticket = port.call(number, data, rows)
+        status, cell, ticket = calls.port.call(number, data, rows)
         if status != Status.OK:
-            lent.end(loan)
+            if loan is not None:
+                lent.end(loan)
             raise _failure(function, status, b"")
-        return PendingCall(port, function, cell, ticket, rows, dtype, loan)
+        calls.add(ticket, cell, loan)
+        return PendingCall(calls, function, cell, ticket, rows, dtype)
 
     def post(self, function: str | int, *arguments: object) -> None:
         """Tell a host function something, without a reply."""
@@ -165,7 +179,7 @@ class HostLaunch:
 
     def set_timeout_s(self, timeout_s: float) -> None:
         """Let the waits of this launch end after so many seconds instead of the Offload's deadline."""
-        self._open_port().timeout_ns = int(timeout_s * 1e9)
+        self._open_port().timeout_ns = int(min(timeout_s * 1e9, _FOREVER_NS))
 
     def abort(self, code: int, text: str) -> NoReturn:
         """Give up. Here a kernel can die alone, so this launch fails and nothing else."""
@@ -189,21 +203,66 @@ class HostLaunch:
         return _mapped(array, MapKind.ALLOC)
 
 
+class Calls:
+    """The calls of one launch: their reply cells and what they have lent.
+
+    Threads of its kernel change the dictionaries, by one operation each: who takes a cell out of them has it.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self.port: Final = port
+        self._cells: Final[dict[int, int]] = {}  # by ticket, while nobody waits
+        self._loans: Final[dict[int, int]] = {}  # until the reply has come
+
+    def add(self, ticket: int, cell: int, loan: int | None) -> None:
+        """A call was made."""
+        self._cells[ticket] = cell
+        if loan is not None:
+            self._loans[ticket] = loan
+
+    def take(self, ticket: int) -> bool:
+        """Whether the caller may look for the reply: only one does, and nobody once the kernel is over."""
+        return self._cells.pop(ticket, None) is not None
+
+    def put_back(self, ticket: int, cell: int) -> None:
+        """There is no reply yet."""
+        self._cells[ticket] = cell
+
+    def settled(self, ticket: int, status: int) -> None:
+        """A call that was taken has ended, and its cell is another's."""
+        # After CANCELLED and TIMEOUT the host may not have read the request yet.
+        if status in (Status.OK, Status.ERROR) and (loan := self._loans.pop(ticket, None)) is not None:
+            lent.end(loan)
+
+    def leave(self, ticket: int) -> None:
+        """Nobody waits for a call any more, if anybody did."""
+        cell = self._cells.pop(ticket, None)
+        if cell is not None:
+            self.port.leave(cell, ticket)
+
+    def end(self) -> None:
+        """The kernel is over: its calls are left, though an exception of its may keep them."""
+        for ticket in list(self._cells):
+            self.leave(ticket)
+
+    def __del__(self) -> None:
+        for loan in self._loans.values():
+            lent.end(loan)
+
+
 class PendingCall:
     """A call under way. Dropped without ``wait``, its reply is dropped, too."""
 
-    __slots__ = ("_cell", "_dtype", "_function", "_loan", "_outcome", "_port", "_rows", "_settling", "_ticket")
+    __slots__ = ("_calls", "_cell", "_dtype", "_function", "_outcome", "_port", "_rows", "_settling", "_ticket")
 
-    def __init__(
-        self, port: Port, function: str | int, cell: int, ticket: int, rows: int, dtype: Any, loan: int | None
-    ) -> None:
-        self._port = port
+    def __init__(self, calls: Calls, function: str | int, cell: int, ticket: int, rows: int, dtype: Any) -> None:
+        self._calls = calls
+        self._port = calls.port
         self._function = function
         self._cell = cell
         self._ticket = ticket
         self._rows = rows
         self._dtype = dtype
-        self._loan = loan  # of mapped arrays
         self._outcome: tuple[int, int, bytes] | None = None
         # Whoever takes the reply frees the cell, and what is there next is another call's: one thread at a time looks.
         self._settling = Lock()
@@ -212,8 +271,12 @@ class PendingCall:
         """Whether it is over."""
         if self._outcome is None and self._settling.acquire(blocking=False):  # else a thread waits for it
             try:
-                if self._outcome is None:
-                    self._settle(self._port.poll(self._cell, self._ticket))
+                if self._outcome is None and self._calls.take(self._ticket):
+                    outcome = self._port.poll(self._cell, self._ticket)
+                    if outcome is None:
+                        self._calls.put_back(self._ticket, self._cell)
+                    else:
+                        self._settle(outcome)
             finally:
                 self._settling.release()
         return self._outcome is not None
@@ -237,6 +300,8 @@ class PendingCall:
         if self._outcome is None:
             with self._settling:
                 if self._outcome is None:
+                    if not self._calls.take(self._ticket):
+                        raise UsageError(f"the kernel that called {self._function!r} is over")
                     self._settle(self._port.wait(self._cell, self._ticket, function_id(self._function)))
         assert self._outcome is not None
         status, kind, data = self._outcome
@@ -244,11 +309,10 @@ class PendingCall:
             raise _failure(self._function, status, data)
         return Kind(kind), data
 
-    def _settle(self, outcome: tuple[int, int, bytes] | None) -> None:
-        """Take note of how it has ended, if it has."""
-        if outcome is not None:
-            lent.end(self._loan)  # first, as whoever sees an outcome goes on at once
-            self._outcome = outcome
+    def _settle(self, outcome: tuple[int, int, bytes]) -> None:
+        """Take note of how it has ended."""
+        self._calls.settled(self._ticket, outcome[0])  # first, as whoever sees an outcome goes on at once
+        self._outcome = outcome
 
     def _values(self, kind: Kind, data: bytes | bytearray) -> NDArray[Any]:
         """Return the results of all rows."""
@@ -268,9 +332,7 @@ class PendingCall:
         return np.frombuffer(data, dtype)
 
     def __del__(self) -> None:
-        if self._outcome is None:
-            lent.end(self._loan)
-            self._port.leave(self._cell, self._ticket)
+        self._calls.leave(self._ticket)
 
 
 def _failure(function: str | int, status: int, data: bytes) -> BaseException:
