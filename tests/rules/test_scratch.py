@@ -39,9 +39,10 @@ class ScratchMachine(RuleBasedStateMachine):
             assert not self.uses()[block]
             del self.blocks[block]
 
-    @rule(lane=LANES, nbytes=SIZES, full=st.booleans())
-    def launch(self, lane: int, nbytes: int, full: bool) -> None:
-        block, rounded, free = self.policy.want(lane, nbytes)
+    @rule(lane=LANES, nbytes=SIZES, full=st.booleans(), alone=st.booleans())
+    def launch(self, lane: int, nbytes: int, full: bool, alone: bool) -> None:
+        block, rounded, free = self.policy.want(lane, nbytes, alone)
+        assert not (alone and self.uses()[block]), "somebody uses it"
         self.free(free)
         if block is None:
             assert nbytes <= rounded <= max(aligned(nbytes), nbytes + max(nbytes // 4, ALIGNMENT))
@@ -126,6 +127,19 @@ def test_the_longest_idle_goes_first() -> None:
     for lane in range(3):
         policy.allocated(lane, lane, policy.want(lane, 1000).nbytes)
     assert [policy.done(lane, now) for now, lane in enumerate((1, 2, 0))] == [[], [], [1]]
+
+
+def test_who_is_to_be_alone_gets_another_one() -> None:
+    """A block in use is not shared with a launch whose lane does not end the uses before; its last user frees it."""
+    policy: ScratchPolicy[int] = ScratchPolicy(1024, 1024, IDLE_NS)
+    assert policy.want(0, 100, alone=True).block is None
+    policy.allocated(0, 1, 256)
+    assert policy.want(0, 100, alone=True).block is None
+    policy.allocated(0, 2, 256)
+    assert policy.done(1, 0) == [1]
+    assert policy.done(2, 0) == []
+    assert policy.want(0, 100, alone=True).block == 2
+    assert len(policy) == 1
 
 
 def test_in_use_is_shared_whatever_its_size() -> None:
