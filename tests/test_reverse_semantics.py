@@ -816,15 +816,17 @@ async def test_more_posts_than_places(r: CallingRig) -> None:
     seen: list[int] = []
 
     def sent(ticket: int) -> int:
-        return r.shared_block().word(wire.slot_offset(ticket) + 8).load()
+        assert ticket < wire.RING_SLOTS
+        return int(r.shared_block().word(wire.slot_offset(ticket) + 8).load())
 
     @r.off.host_function
     async def f(x: int) -> None:
-        if not seen:  # the host has read nothing else
-            while not sent(wire.POSTS - 1):
+        if not seen:
+            full = r.shared_block().word(wire.TAIL_OFFSET).load() + wire.POSTS  # with what the host has read
+            while not sent(full - 1):
                 time.sleep(0.001)  # noqa: ASYNC251
             time.sleep(0.05)  # noqa: ASYNC251
-            assert not sent(wire.POSTS + 1)
+            assert not sent(full)
         seen.append(x)
 
     report, n = r.array(1, np.int32), 3 * wire.POSTS
