@@ -36,14 +36,10 @@ def _guarded(name: str, function: Callable[..., object]) -> Callable[..., object
     def run(launch: HostLaunch, *arguments: object) -> None:
         try:
             function(launch, *arguments)
-        except LaunchError:  # of launch.abort
-            raise
         except BaseException as error:  # SystemExit too: it must end neither the stream nor the program
-            raise LaunchError(f"kernel {name} raised {type(error).__name__}: {error}", operation="launch") from error
-        finally:
             launch.end()
-        if launch.aborted is not None:
-            raise launch.aborted
+            raise LaunchError(f"kernel {name} raised {type(error).__name__}: {error}", operation="launch") from error
+        launch.end()
 
     return run
 

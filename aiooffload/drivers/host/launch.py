@@ -76,7 +76,7 @@ class HostLaunch:
     Whoever starts one that calls keeps it until the launch is done.
     """
 
-    __slots__ = ("_calls", "_shared", "_shared_bytes", "aborted", "block", "grid")
+    __slots__ = ("_aborted", "_calls", "_shared", "_shared_bytes", "block", "grid")
 
     def __init__(
         self,
@@ -92,8 +92,7 @@ class HostLaunch:
         self._shared_bytes: Final = shared_bytes
         self._shared: NDArray[np.uint8] | None = None
         self._calls = None if calls is None else Calls(Port(calls.data, calls.keep))
-        self.aborted: LaunchError | None = None
-        """What ``abort`` has raised, which ends the launch whatever its kernel does with it."""
+        self._aborted: tuple[int, str] | None = None
 
     @property
     def shared(self) -> NDArray[np.uint8]:
@@ -113,9 +112,11 @@ class HostLaunch:
         return self._open_calls().port
 
     def end(self) -> None:
-        """The kernel is over."""
+        """The kernel is over; raises LaunchError if it has aborted, whatever it has made of that."""
         if self._calls is not None:
             self._calls.end()
+        if self._aborted is not None:
+            raise _abort(*self._aborted) from None
 
     def call(self, function: str | int, *arguments: object, dtype: Any = None) -> Any:
         """Call a host function and wait for its result; see ``kernel.Launch``."""
@@ -183,8 +184,8 @@ class HostLaunch:
 
     def abort(self, code: int, text: str) -> NoReturn:
         """Give up. Here a kernel can die alone, so this launch fails and nothing else."""
-        self.aborted = LaunchError(f"the kernel aborted with code {code}: {text}", operation="abort", code=int(code))
-        raise self.aborted
+        self._aborted = int(code), text
+        raise _abort(*self._aborted)
 
     def to(self, array: NDArray[Any]) -> Mapped:
         """Map an array whose content the host function gets."""
@@ -333,6 +334,10 @@ class PendingCall:
 
     def __del__(self) -> None:
         self._calls.leave(self._ticket)
+
+
+def _abort(code: int, text: str) -> LaunchError:
+    return LaunchError(f"the kernel aborted with code {code}: {text}", operation="abort", code=code)
 
 
 def _failure(function: str | int, status: int, data: bytes) -> BaseException:
