@@ -19,7 +19,6 @@ import asyncio
 import operator
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -323,10 +322,12 @@ class Reverse:
             # Its kernel died, or gave up waiting: nobody wants what its handlers would give.
             if caller.operation.failure is not None or caller.read(wire.LAUNCH_GIVEN_UP):
                 self._stop(caller)
-        with ExitStack() as each:  # each is told, whatever the end of another meets
-            for caller in reversed(ended):
+        for caller in ended:
+            try:
                 if caller.active == 0:
-                    each.callback(self.idle, caller)
+                    self.idle(caller)
+            except BaseException as error:  # of what comes after it: the others end all the same
+                self._loop.call_soon(_raise, error)
         if waiting:
             try:
                 self.check()

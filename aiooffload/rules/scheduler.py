@@ -473,11 +473,13 @@ class Scheduler(Generic[_W, _L]):
 
         Those of host functions come first, and what they come after can do with one of the lanes kept for them.
         """
-        free = self._free()
-        if not free or self._board.paused or self.dead is not None:
+        nested, others = self._calls[2], self._calls[1]
+        if not (nested or others) or self._board.paused or self.dead is not None:
             return None
-        others, kept = self._calls[1], len(self._promised)
-        operation = next(iter(self._calls[2]), None)
+        free, kept = self._free(), len(self._promised)
+        if not free:
+            return None
+        operation = next(iter(nested), None)
         if operation is None and not self.pauses and len(free) > kept:
             operation = next(iter(others), None)
         if operation is None and others and 0 < kept <= len(free):

@@ -210,6 +210,8 @@ class Calls:
     Threads of its kernel change the dictionaries, by one operation each: who takes a cell out of them has it.
     """
 
+    __slots__ = ("_cells", "_loans", "port")
+
     def __init__(self, port: Port) -> None:
         self.port: Final = port
         self._cells: Final[dict[int, int]] = {}  # by ticket, while nobody waits
