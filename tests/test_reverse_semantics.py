@@ -1492,6 +1492,23 @@ async def test_nested_launches_of_which_one_is_held(device_label: str) -> None:
         assert await r.asked(ask, 6) == ([OK, 0], 6, None)
 
 
+async def test_launch_from_within_a_custom_operation(device_label: str) -> None:
+    """A launch that calls, submitted while something else is put together, goes once that is there."""
+    async with calling_rig(device_label, lanes=2) as r:
+        await r.off.load(hold, silent)
+        gate, made, x = r.gate(), [], r.array(1, np.int32)
+        await r.off.drain()
+        held = r.launch(hold, gate.address, lane=r.off.lanes[0])
+        await until(lambda: gate.started)
+        custom = r.off.custom_operation(lambda lane: made.append(r.launch(silent, x)), lane=r.off.lanes[0])
+        assert made
+        async with asyncio.timeout(5):
+            await made[0]
+        gate.open()
+        await held
+        await custom
+
+
 async def test_launches_take_whichever_lane_is_free(device_label: str) -> None:
     """A launch that calls waits for no other one as long as there is a lane for it."""
     async with calling_rig(device_label, calling_lanes=2, call_timeout_s=4) as r:

@@ -298,7 +298,7 @@ class Lanes(Scheduler[Operation[Any], Lane]):
             yield
         finally:
             self._board.paused -= 1
-            if self._crowded and not self._board.paused:
+            if self._board.pending and not self._board.paused:
                 # Once that operation is there. It may wait, on the device, for what it has submitted.
                 asyncio.get_running_loop().call_soon(self.flush)
 

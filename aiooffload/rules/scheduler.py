@@ -229,6 +229,9 @@ class Scheduler(Generic[_W, _L]):
         # Those of host functions that have not started, held ones among them: a lane is kept for each.
         self._promised: dict[_W, None] = {}
         self._launching = False
+        self._taken: _L | None = None  # the lane of what is being started
+        # Launches that call and have not started, for which something is held: only they can be in its way.
+        self._followed: dict[_W, None] = {}
         # Barriers that were asked for: no launch that calls starts while there is one, except those of
         # host functions. Once no such launch is on the device, `board.paused` holds up all others, too.
         self.pauses = 0
@@ -350,7 +353,7 @@ class Scheduler(Generic[_W, _L]):
         return len(self._free()) > len(self._promised)
 
     def _free(self) -> list[_L]:
-        return [lane for lane in self.calling if not lane.queue.in_flight]
+        return [lane for lane in self.calling if not lane.queue.in_flight and lane is not self._taken]
 
     def place(self, operation: _W, lane: _L | None, part_of: _W | None = None) -> None:
         """Send ``operation`` to the device, or keep it on the host until it can go.
@@ -379,6 +382,8 @@ class Scheduler(Generic[_W, _L]):
             if not operation.holds:
                 self._ready.append(operation)
                 self._start_ready()
+            elif operation.calling == 2:
+                self._start_calls()  # what it comes after may use its lane
         else:
             self._go(operation, self._gates if part_of is None else 0)
 
@@ -387,6 +392,11 @@ class Scheduler(Generic[_W, _L]):
         for dep in deps:
             operation.holds += 1
             dep.add_done_callback(lambda _: self.release(operation))
+            self._note_followed(dep)
+
+    def _note_followed(self, dep: _W) -> None:
+        if dep.calling == 1 and dep.queue is None and not dep.finished and dep is not self._entering:
+            self._followed[dep] = None
 
     def _hold_behind(self, operation: _W, deps: Iterable[_W]) -> None:
         """Hold ``operation`` until ``deps`` are on the device (done, if one calls), unless a lane's order is enough."""
@@ -401,6 +411,7 @@ class Scheduler(Generic[_W, _L]):
             if dep.followers is None:
                 dep.followers = []
             dep.followers.append(operation)
+            self._note_followed(dep)
 
     def _is_in_order(self, dep: _W, operation: _W, lane: _L) -> bool:
         """Whether ``dep`` waits on ``lane``, and the order there puts it first."""
@@ -462,9 +473,14 @@ class Scheduler(Generic[_W, _L]):
                 operation, lane = found
                 del self._calls[operation.calling][operation]
                 self._promised.pop(operation, None)
+                self._followed.pop(operation, None)
                 self._board.pending -= 1
                 operation.lane = lane
-                self._enqueue(operation, lane)
+                self._taken = lane
+                try:
+                    self._enqueue(operation, lane)
+                finally:
+                    self._taken = None
         finally:
             self._launching = False
 
@@ -482,8 +498,8 @@ class Scheduler(Generic[_W, _L]):
         operation = next(iter(nested), None)
         if operation is None and not self.pauses and len(free) > kept:
             operation = next(iter(others), None)
-        if operation is None and others and 0 < kept <= len(free):
-            awaited = {dep for promised in self._promised for dep in _ahead(promised.deps or ())}
+        if operation is None and 0 < kept <= len(free) and any(one in others for one in self._followed):
+            awaited = {dep for promised in self._promised for dep in _ahead(promised.deps or (), lanes=True)}
             operation = next((one for one in others if one in awaited), None)
         return None if operation is None else (operation, free[0])
 
@@ -554,6 +570,7 @@ class Scheduler(Generic[_W, _L]):
                     self._flush_lane(operation.lane)
         finally:
             self._starting = False
+        self._start_calls()  # what went behind a gate comes after what opens that
         self._on_room()
 
     def _start_released(self, operation: _W, gates: int) -> None:
@@ -636,6 +653,7 @@ class Scheduler(Generic[_W, _L]):
             dep.keep = (dep.keep, operation)
         operation.prepared = operation.steps = None
         self._promised.pop(operation, None)
+        self._followed.pop(operation, None)
         operation.finish(failure=failure)
         self.release_followers(operation)
         self._on_room()
@@ -666,6 +684,7 @@ class Scheduler(Generic[_W, _L]):
         self._ready.clear()
         self._crowded.clear()
         self._promised.clear()
+        self._followed.clear()
         for calls in self._calls.values():
             calls.clear()
         for lane in self.lanes:

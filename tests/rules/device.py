@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from aiooffload.rules.ordering import History, unfinished
-from aiooffload.rules.scheduler import Line, Scheduler, dependency_failure
+from aiooffload.rules.scheduler import Line, Scheduler, dependency_failure, waits_for
 
 
 class Refused(Exception):
@@ -242,7 +242,9 @@ class Device(Scheduler[Op, Line[Op]]):
 
     def is_awaited(self, op: Op) -> bool:
         """Whether a launch of a host function, which has not started, comes after ``op``."""
-        return any(op in promised.before for promised in self.promised())
+        return any(
+            op in promised.before or waits_for(promised.deps or (), op, lanes=True) for promised in self.promised()
+        )
 
     # -- carrying out ----------------------------------------------------------------------
 

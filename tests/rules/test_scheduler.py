@@ -844,6 +844,67 @@ def test_what_a_launch_of_a_host_function_comes_after_uses_its_lane() -> None:
     assert other.finished
 
 
+def test_what_waits_in_a_pause_goes_when_a_host_function_needs_it() -> None:
+    """A launch that a pause holds up starts as soon as one of a host function comes after it."""
+    device = Device({0: 1}, calling=3)
+    device.submit(Op(calling=1))
+    device.pause()
+    early = device.submit(Op(calling=1))
+    assert not early.started
+    nested = device.submit(Op(calling=2), after=[early])
+    assert early.started
+    device.arrive(early.lane)
+    device.end_calling(early)
+    assert nested.started
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_opens_a_gate_is_awaited_by_what_is_behind_it(late: bool) -> None:
+    """So it may use the lane of a launch of a host function that comes after something behind the gate."""
+    device = Device({0: 1}, calling=2)
+    device.submit(Op(calling=1))
+    opener = device.submit(Op(calling=1), awaits=1)
+    device.submit(Op(gate=True), after=[opener], lane=device.lanes[0])
+    behind = device.submit(Op(), lane=device.lanes[0], awaits=int(late))
+    nested = device.submit(Op(calling=2), after=[behind])
+    device.end_awaitable(opener)
+    if late:
+        device.end_awaitable(behind)
+    else:
+        assert opener.started
+    device.settle()
+    assert nested.finished
+
+
+def test_the_lane_of_what_is_being_started_is_not_free() -> None:
+    """What a program's code asks for meanwhile does not get it."""
+    device = Device({0: 1}, calling=1)
+    seen: list[bool] = []
+    op = Op(calling=1)
+    op.on_start = lambda: seen.append(device.may_nest())
+    device.submit(op)
+    assert seen == [False]
+
+
+def test_many_launches_that_wait_are_not_searched() -> None:
+    """With lanes kept for others, a look costs the same however many wait."""
+    device = Device({0: 1}, calling=2, checked=False)
+    device.submit(Op(calling=1))
+    device.submit(Op(calling=2), awaits=1)
+    for _ in range(2000):
+        device.submit(Op(calling=1))
+    device._calls[1] = Unsearched(device._calls[1])
+    for _ in range(100):
+        device.flush()
+
+
+class Unsearched(dict[Op, None]):
+    """A dictionary of which nobody may go through the keys."""
+
+    def __iter__(self) -> Iterator[Op]:
+        raise AssertionError
+
+
 def test_launches_of_host_functions_go_first() -> None:
     """They start before what has waited longer: that may be waited for by nobody, they are."""
     device = Device({0: 1}, calling=2)

@@ -210,12 +210,13 @@ class Calls:
     Threads of its kernel change the dictionaries, by one operation each: who takes a cell out of them has it.
     """
 
-    __slots__ = ("_cells", "_loans", "port")
+    __slots__ = ("_cells", "_loans", "_over", "port")
 
     def __init__(self, port: Port) -> None:
         self.port: Final = port
         self._cells: Final[dict[int, int]] = {}  # by ticket, while nobody waits
         self._loans: Final[dict[int, int]] = {}  # until the reply has come
+        self._over = False
 
     def add(self, ticket: int, cell: int, loan: int | None) -> None:
         """A call was made."""
@@ -230,6 +231,8 @@ class Calls:
     def put_back(self, ticket: int, cell: int) -> None:
         """There is no reply yet."""
         self._cells[ticket] = cell
+        if self._over:
+            self.leave(ticket)
 
     def settled(self, ticket: int, status: int) -> None:
         """A call that was taken has ended, and its cell is another's."""
@@ -245,6 +248,7 @@ class Calls:
 
     def end(self) -> None:
         """The kernel is over: its calls are left, though an exception of its may keep them."""
+        self._over = True  # first: a thread that looks for a reply now puts its cell back after this
         for ticket in list(self._cells):
             self.leave(ticket)
 

@@ -495,6 +495,24 @@ def test_calls_end_with_their_kernel(line: Wire) -> None:
     assert sum(int(word).bit_count() for word in left) == 2
 
 
+def test_call_that_is_polled_while_its_kernel_ends(line: Wire) -> None:
+    """A thread that looks for the reply at that moment leaves the cell instead of putting it back."""
+    pending = line.launch.call_async("f", 1)
+    calls, poll = line.launch._open_calls(), line.launch._open_port().poll
+
+    class Ending:
+        @staticmethod
+        def poll(cell: int, ticket: int) -> Any:
+            line.launch.end()
+            return poll(cell, ticket)
+
+    pending._port = Ending()  # type: ignore[assignment]  # in its place
+    assert not pending.poll()
+    left = line.state.array[3072 : 3072 + 2048].view(np.uint32)
+    assert sum(int(word).bit_count() for word in left) == 1
+    assert not calls.take(line.request(0).ticket)
+
+
 def test_dropped_call_is_left(line: Wire) -> None:
     """A call that nobody waits for leaves its cell: nobody gets it before the late reply was written."""
     pending = line.launch.call_async("f", 1)
