@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from cuda.core import Kernel as CoreKernel
 
 __all__ = [
-    "UNRESOLVED",
     "In",
     "InOut",
     "Kernel",
@@ -41,8 +40,10 @@ __all__ = [
     "PendingCall",
     "Scratch",
     "Signature",
+    "called",
     "kernel",
     "parameter_of",
+    "signature_of",
 ]
 
 _T = TypeVar("_T", bound=np.generic)
@@ -178,11 +179,7 @@ class Signature:
     @classmethod
     def of(cls, function: Callable[..., object]) -> Signature:
         """Read the parameters after the first (``launch``) of a host implementation."""
-        try:
-            signature = inspect.signature(function, eval_str=True)
-        except UNRESOLVED as error:
-            raise UsageError(f"an annotation of {function.__qualname__} cannot be resolved: {error}") from error
-        parameters = list(signature.parameters.values())
+        parameters = list(signature_of(function).parameters.values())
         if not parameters:
             raise UsageError(f"{function.__qualname__} takes `launch` as its first parameter")
         return cls([parameter_of(p.name, p.annotation) for p in parameters[1:]])
@@ -208,8 +205,17 @@ class Signature:
         return tuple(p.check(value) for p, value in zip(self.parameters, arguments, strict=True))
 
 
-UNRESOLVED: Final = (AttributeError, NameError, SyntaxError, TypeError)
-"""What an annotation given as text raises if it stands for nothing."""
+def called(function: Callable[..., object]) -> str:
+    """Return what a message calls a function."""
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def signature_of(function: Callable[..., object]) -> inspect.Signature:
+    """Return the signature, with annotations that are text resolved; raises UsageError if one stands for nothing."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        raise UsageError(f"an annotation of {called(function)} cannot be resolved: {error}") from error
 
 
 def parameter_of(name: str, annotation: Any) -> Parameter:

@@ -395,7 +395,7 @@ def post_and_hold(launch: Any, gate: np.uint64) -> None:
 )
 def ask_ahead(launch: Any, gate: np.uint64, x: np.int64, value: ao.Out[np.int64], report: ao.Out[np.int32]) -> None:
     """Once the host has fallen asleep, call f(x), wait for a gate before the result, and say whether it opened."""
-    time.sleep(0.05)
+    time.sleep(0.05)  # as long as CUDA's code above
     pending = launch.call_async("f", x, dtype=np.int64)
     _hold_at(gate)
     report[0] = (ctypes.c_uint64 * 2).from_address(int(gate))[1] != 0

@@ -224,7 +224,7 @@ async def test_request_that_nobody_can_read_is_no_gap(monkeypatch: pytest.Monkey
                 held, _ = r.launch(hold, gate.address), r.launch(post_many, 1, report)
                 opening.start()
                 while not held.done():
-                    time.sleep(0.001)  # noqa: ASYNC251
+                    time.sleep(0.001)  # noqa: ASYNC251  # the loop has to stand still
             return x
 
         assert await r.asked(ask, 7) == ([0, 0], 7, None)

@@ -1711,7 +1711,7 @@ async def main():
                 ops[:] = [off.launch(post, grid=1, block=1) for _ in range(2)]
                 off.custom_operation(custom, after=ops[:1])
                 while len(started) < 2: time.sleep(0.01)
-                time.sleep(0.05)
+                time.sleep(0.05)  # both say so just before their end
                 ops[0].done()  # one look, as a program may: both kernels are over now
         op = off.launch(tell, grid=1, block=1, args=(2, off.zeros(2, np.int32)))
         try:

@@ -824,8 +824,8 @@ async def test_more_posts_than_places(r: CallingRig) -> None:
         if not seen:
             full = r.shared_block().word(wire.TAIL_OFFSET).load() + wire.POSTS  # with what the host has read
             while not sent(full - 1):
-                time.sleep(0.001)  # noqa: ASYNC251
-            time.sleep(0.05)  # noqa: ASYNC251
+                time.sleep(0.001)  # noqa: ASYNC251  # the loop has to stand still
+            time.sleep(0.05)  # noqa: ASYNC251  # does the kernel send one more?
             assert not sent(full)
         seen.append(x)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from aiooffload._native import Caller, Handler, Request, calling
 from aiooffload.errors import OffloadTimeout, UsageError
-from aiooffload.kernel import UNRESOLVED, Parameter, parameter_of
+from aiooffload.kernel import Parameter, called, parameter_of, signature_of
 from aiooffload.rules.scheduler import waits_for
 from aiooffload.rules.wire import PAYLOAD_NBYTES, function_id, kind_of, map_extent
 from aiooffload.scalars import scalar, scalar_bytes
@@ -216,11 +216,11 @@ class HostFunction(Handler):
         _check_layout(function, row, parameters, result)
         mapped = any(p.access is not None for p in parameters)
         if mapped and batch:
-            raise UsageError(f"{_called(function)}: a batch function takes scalars, not mapped arrays")
+            raise UsageError(f"{called(function)}: a batch function takes scalars, not mapped arrays")
         for what, nbytes in (("arguments", row.itemsize), ("result", result.itemsize if result else 0)):
             if nbytes > PAYLOAD_NBYTES:
                 raise UsageError(
-                    f"{_called(function)}: its {what} would take {nbytes} bytes, a call has room for {PAYLOAD_NBYTES}: "
+                    f"{called(function)}: its {what} would take {nbytes} bytes, a call has room for {PAYLOAD_NBYTES}: "
                     "map an array"
                 )
         letters = [
@@ -366,32 +366,25 @@ async def _all_of(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     return [task.result() for task in tasks]  # raises CancelledError if one was cancelled
 
 
-def _called(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
-
-
 def _types(function: Callable[..., Any], batch: bool) -> tuple[list[Parameter], np.dtype[Any] | None]:
     """Return the parameters and the dtype of the result, None for none; raises UsageError."""
-    try:
-        signature = inspect.signature(function, eval_str=True)
-    except UNRESOLVED as error:
-        raise UsageError(f"an annotation of {_called(function)} cannot be resolved: {error}") from error
+    signature = signature_of(function)
     parameters = []
     for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            raise UsageError(f"{_called(function)}: a host function has positional parameters only, not {p}")
+            raise UsageError(f"{called(function)}: a host function has positional parameters only, not {p}")
         parameters.append(_parameter(function, p.name, p.annotation, batch))
         dtype, access = parameters[-1].dtype, parameters[-1].access
         if dtype is None:
-            raise UsageError(f"{_called(function)}: parameter {p.name} needs a type: a kernel sends bytes")
+            raise UsageError(f"{called(function)}: parameter {p.name} needs a type: a kernel sends bytes")
         if dtype.subdtype is not None and access is None:
-            raise UsageError(f"{_called(function)}: {p.name} is an array, {dtype}: put it into a struct, or map it")
+            raise UsageError(f"{called(function)}: {p.name} is an array, {dtype}: put it into a struct, or map it")
     returned = signature.return_annotation
     if returned in (None, type(None), signature.empty):
         return parameters, None
     result = _parameter(function, "the result", returned, batch)
     if result.access is not None or result.dtype is None or result.dtype.subdtype is not None:
-        raise UsageError(f"{_called(function)} returns a scalar; an array is a mapped argument")
+        raise UsageError(f"{called(function)} returns a scalar; an array is a mapped argument")
     return parameters, result.dtype
 
 
@@ -400,10 +393,10 @@ def _parameter(function: Callable[..., Any], name: str, annotation: Any, batch: 
         parameter = parameter_of(name, _element(annotation) if batch else annotation)
     except UsageError as error:
         hint = "; in a batch function NDArray[np.int64], say, or the type of an element" if batch else ""
-        raise UsageError(f"{_called(function)}: {error}{hint}") from None
+        raise UsageError(f"{called(function)}: {error}{hint}") from None
     dtype = parameter.dtype
     if dtype is not None and parameter.access is None and dtype.fields is None and not dtype.isnative:
-        raise UsageError(f"{_called(function)}: {name} is {dtype!r}, but kernels have {dtype.newbyteorder('=')!r}")
+        raise UsageError(f"{called(function)}: {name} is {dtype!r}, but kernels have {dtype.newbyteorder('=')!r}")
     return parameter
 
 
@@ -431,7 +424,7 @@ def _check_layout(
         wrong = [named for named in scalars if named[1].alignment < _alignment(named[1])]
     for name, dtype in wrong:
         text = "C lays out that struct otherwise: make the dtype with align=True"
-        raise UsageError(f"{_called(function)}: {name} is {dtype}, but {text}")
+        raise UsageError(f"{called(function)}: {name} is {dtype}, but {text}")
 
 
 def _is_like_c(dtype: np.dtype[Any]) -> bool:

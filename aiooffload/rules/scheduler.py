@@ -228,8 +228,7 @@ class Scheduler(Generic[_W, _L]):
         self._calls: dict[int, dict[_W, None]] = {1: {}, 2: {}}
         # Those of host functions that have not started, held ones among them: a lane is kept for each.
         self._promised: dict[_W, None] = {}
-        self._launching = False
-        self._taken: _L | None = None  # the lane of what is being started
+        self._taken: _L | None = None  # the lane of the one that is being started
         # Launches that call and have not started, for which something is held: only they can be in its way.
         self._followed: dict[_W, None] = {}
         # Barriers that were asked for: no launch that calls starts while there is one, except those of
@@ -465,24 +464,19 @@ class Scheduler(Generic[_W, _L]):
 
     def _start_calls(self) -> None:
         """Start what calls as long as lanes are free for it."""
-        if self._launching:  # by way of a program's code: the lane in question looks free
+        if self._taken is not None:  # by way of a program's code: who is at it goes on
             return
-        self._launching = True
-        try:
-            while (found := self._next_call()) is not None:
-                operation, lane = found
-                del self._calls[operation.calling][operation]
-                self._promised.pop(operation, None)
-                self._followed.pop(operation, None)
-                self._board.pending -= 1
-                operation.lane = lane
-                self._taken = lane
-                try:
-                    self._enqueue(operation, lane)
-                finally:
-                    self._taken = None
-        finally:
-            self._launching = False
+        while (found := self._next_call()) is not None:
+            operation, lane = found
+            del self._calls[operation.calling][operation]
+            self._promised.pop(operation, None)
+            self._followed.pop(operation, None)
+            self._board.pending -= 1
+            operation.lane = self._taken = lane
+            try:
+                self._enqueue(operation, lane)
+            finally:
+                self._taken = None
 
     def _next_call(self) -> tuple[_W, _L] | None:
         """Return which can start, with its lane.

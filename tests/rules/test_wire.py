@@ -377,7 +377,7 @@ def test_names_are_hashed_byte_by_byte(name: str) -> None:
 @given(st.integers(0, wire.NUMBERED - 1))
 def test_numbers_are_their_own_ids(number: int) -> None:
     """A number below 2**24 is its own id, which is no name's."""
-    assert wire.function_id(number) == wire.function_id(np.int64(number)) == number  # type: ignore[arg-type]
+    assert wire.function_id(number) == wire.function_id(np.int64(number)) == number  # type: ignore[arg-type]  # an integer, too
 
 
 @pytest.mark.parametrize("number", [-1, -(2**70), wire.NUMBERED, 2**25, 2**70])

@@ -158,7 +158,7 @@ class HostLaunch:
                 lent.end(loan)
             raise _failure(function, status, b"")
         calls.add(ticket, cell, loan)
-        return PendingCall(calls, function, cell, ticket, rows, dtype)
+        return PendingCall(calls, function, ticket, rows, dtype)
 
     def post(self, function: str | int, *arguments: object) -> None:
         """Tell a host function something, without a reply."""
@@ -224,9 +224,9 @@ class Calls:
         if loan is not None:
             self._loans[ticket] = loan
 
-    def take(self, ticket: int) -> bool:
-        """Whether the caller may look for the reply: only one does, and nobody once the kernel is over."""
-        return self._cells.pop(ticket, None) is not None
+    def take(self, ticket: int) -> int | None:
+        """Return the cell if the caller may look for the reply: only one does, and nobody once the kernel is over."""
+        return self._cells.pop(ticket, None)
 
     def put_back(self, ticket: int, cell: int) -> None:
         """There is no reply yet."""
@@ -242,7 +242,7 @@ class Calls:
 
     def leave(self, ticket: int) -> None:
         """Nobody waits for a call any more, if anybody did."""
-        cell = self._cells.pop(ticket, None)
+        cell = self.take(ticket)
         if cell is not None:
             self.port.leave(cell, ticket)
 
@@ -260,13 +260,11 @@ class Calls:
 class PendingCall:
     """A call under way. Dropped without ``wait``, its reply is dropped, too."""
 
-    __slots__ = ("_calls", "_cell", "_dtype", "_function", "_outcome", "_port", "_rows", "_settling", "_ticket")
+    __slots__ = ("_calls", "_dtype", "_function", "_outcome", "_rows", "_settling", "_ticket")
 
-    def __init__(self, calls: Calls, function: str | int, cell: int, ticket: int, rows: int, dtype: Any) -> None:
+    def __init__(self, calls: Calls, function: str | int, ticket: int, rows: int, dtype: Any) -> None:
         self._calls = calls
-        self._port = calls.port
         self._function = function
-        self._cell = cell
         self._ticket = ticket
         self._rows = rows
         self._dtype = dtype
@@ -278,10 +276,10 @@ class PendingCall:
         """Whether it is over."""
         if self._outcome is None and self._settling.acquire(blocking=False):  # else a thread waits for it
             try:
-                if self._outcome is None and self._calls.take(self._ticket):
-                    outcome = self._port.poll(self._cell, self._ticket)
+                if self._outcome is None and (cell := self._calls.take(self._ticket)) is not None:
+                    outcome = self._calls.port.poll(cell, self._ticket)
                     if outcome is None:
-                        self._calls.put_back(self._ticket, self._cell)
+                        self._calls.put_back(self._ticket, cell)
                     else:
                         self._settle(outcome)
             finally:
@@ -307,9 +305,10 @@ class PendingCall:
         if self._outcome is None:
             with self._settling:
                 if self._outcome is None:
-                    if not self._calls.take(self._ticket):
+                    cell = self._calls.take(self._ticket)
+                    if cell is None:
                         raise UsageError(f"the kernel that called {self._function!r} is over")
-                    self._settle(self._port.wait(self._cell, self._ticket, function_id(self._function)))
+                    self._settle(self._calls.port.wait(cell, self._ticket, function_id(self._function)))
         assert self._outcome is not None
         status, kind, data = self._outcome
         if status != Status.OK:
@@ -332,7 +331,7 @@ class PendingCall:
             or dtype.itemsize * self._rows != len(data)
             or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind])
         ):
-            self._port.report(function_id(self._function), Code.WRONG_REPLY)
+            self._calls.port.report(function_id(self._function), Code.WRONG_REPLY)
             found = f"{len(data) // self._rows} bytes ({kind.name.lower()})"
             text = f"host function {self._function!r} returned {found}, dtype= is {dtype}"
             raise HostFunctionError(text, code=Code.WRONG_REPLY)

@@ -452,7 +452,7 @@ def test_threads_that_wait_for_one_call(ended: list[int]) -> None:
     loan = lent.lend([Mapped(array, MapKind.TO)])
     calls = Calls(port)  # type: ignore[arg-type]  # a port of the test
     calls.add(0, 0, loan)
-    pending = PendingCall(calls, "f", 0, 0, 1, None)
+    pending = PendingCall(calls, "f", 0, 1, None)
     with ThreadPoolExecutor(4) as threads:
         results = [threads.submit(lambda: (pending.wait(), is_lent(array))) for _ in range(4)]
         assert port.inside.acquire(timeout=10)
@@ -468,7 +468,7 @@ def test_poll_while_another_thread_waits() -> None:
     port = Counting()
     calls = Calls(port)  # type: ignore[arg-type]  # a port of the test
     calls.add(0, 0, None)
-    pending = PendingCall(calls, "f", 0, 0, 1, None)
+    pending = PendingCall(calls, "f", 0, 1, None)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pending.wait)
         assert port.inside.acquire(timeout=10)
@@ -498,19 +498,22 @@ def test_calls_end_with_their_kernel(line: Wire) -> None:
 def test_call_that_is_polled_while_its_kernel_ends(line: Wire) -> None:
     """A thread that looks for the reply at that moment leaves the cell instead of putting it back."""
     pending = line.launch.call_async("f", 1)
-    calls, poll = line.launch._open_calls(), line.launch._open_port().poll
+    calls = line.launch._open_calls()
+    port = calls.port
 
     class Ending:
+        leave = port.leave
+
         @staticmethod
         def poll(cell: int, ticket: int) -> Any:
             line.launch.end()
-            return poll(cell, ticket)
+            return port.poll(cell, ticket)
 
-    pending._port = Ending()  # type: ignore[assignment]  # in its place
+    calls.port = Ending()  # type: ignore[assignment, misc]  # in its place
     assert not pending.poll()
     left = line.state.array[3072 : 3072 + 2048].view(np.uint32)
     assert sum(int(word).bit_count() for word in left) == 1
-    assert not calls.take(line.request(0).ticket)
+    assert calls.take(line.request(0).ticket) is None
 
 
 def test_dropped_call_is_left(line: Wire) -> None:
