@@ -41,14 +41,20 @@ def test_formats() -> None:
     assert Parameter("h", np.dtype(np.float16), None).format == "?"
 
 
-@pytest.mark.parametrize("annotation", [ao.Buffer, ao.Offload, "nonsense", NDArray[np.float32], np.ndarray])
-def test_annotations_that_are_refused(annotation: Any) -> None:
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        *((one, "x is annotated") for one in (ao.Buffer, ao.Offload, NDArray[np.float32], np.ndarray)),
+        ("nonsense", "an annotation of .*body cannot be resolved"),
+    ],
+)
+def test_annotations_that_are_refused(annotation: Any, text: str) -> None:
     """An annotation that is no NumPy type raises UsageError when the kernel is made."""
 
     def body(launch: Any, x: Any) -> None: ...
 
     body.__annotations__ = {"x": annotation}
-    with pytest.raises(ao.UsageError, match="annotat"):
+    with pytest.raises(ao.UsageError, match=text):
         ao.kernel(body)
 
 

@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -1234,8 +1234,8 @@ async def test_handler_that_cleans_up(r: CallingRig) -> None:
 
 
 @pytest.mark.all_loops
-async def test_the_first_stop_counts(r: CallingRig) -> None:
-    """A launch that was cancelled is cancelled, also if its timeout passes while its handlers clean up."""
+def with_clean_up(r: CallingRig, clean_up: Callable[[], Coroutine[Any, Any, object]]) -> asyncio.Event:
+    """Register an f that waits until it is cancelled and then cleans up; return what it sets when it is called."""
     called = asyncio.Event()
 
     @r.off.host_function
@@ -1244,8 +1244,15 @@ async def test_the_first_stop_counts(r: CallingRig) -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.3)
+            await clean_up()
+        return x
 
+    return called
+
+
+async def test_the_first_stop_counts(r: CallingRig) -> None:
+    """A launch that was cancelled is cancelled, also if its timeout passes while its handlers clean up."""
+    called = with_clean_up(r, lambda: asyncio.sleep(0.3))
     await r.off.load(ask)
     op = r.launch(ask, 6, r.array(1), r.array(2, np.int32), timeout_s=0.2)
     await called.wait()
@@ -1257,16 +1264,11 @@ async def test_the_first_stop_counts(r: CallingRig) -> None:
 @pytest.mark.parametrize("how", ["cancel", "timeout_s"])
 async def test_handler_whose_cleaning_up_fails(r: CallingRig, how: str) -> None:
     """What a host function raises while it is cancelled is the cause of how its launch ends."""
-    called = asyncio.Event()
 
-    @r.off.host_function
-    async def f(x: int) -> int:
-        called.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            raise OSError("rollback failed")
+    async def fails() -> None:
+        raise OSError("rollback failed")
 
+    called = with_clean_up(r, fails)
     value, report = r.array(1), r.array(2, np.int32)
     op = r.launch(ask, 6, value, report, timeout_s=None if how == "cancel" else 0.05)
     await called.wait()
