@@ -430,7 +430,9 @@ class Buffer:
         lease = self.allocation.lease
         assert lease is not None
         strides = None if self.c_contiguous else self.strides
-        return Buffer(Allocation(lease, self.allocation.owner), self.offset, self.shape, self.dtype, strides)
+        allocation = Allocation(lease, self.allocation.owner)
+        allocation.host_array = self.allocation.host_array  # of memory of somebody else its lease has none
+        return Buffer(allocation, self.offset, self.shape, self.dtype, strides)
 
     def check_open(self) -> None:
         """Raise ClosedError if the allocation was closed."""

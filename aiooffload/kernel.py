@@ -55,6 +55,7 @@ Out = Annotated[np.ndarray[Any, np.dtype[_T]], Access.WRITE]
 InOut = Annotated[np.ndarray[Any, np.dtype[_T]], Access.READ_WRITE]
 """``ao.InOut[np.float32]``: an array that the kernel reads and writes."""
 
+_SUSPENDING: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _PACKABLE: Final = {"f4": "f", "f8": "d", "i4": "i", "u4": "I", "i8": "q", "u8": "Q"}
 
 
@@ -181,7 +182,10 @@ class Signature:
         """Read the parameters after the first (``launch``) of a host implementation."""
         parameters = list(signature_of(function).parameters.values())
         if not parameters:
-            raise UsageError(f"{function.__qualname__} takes `launch` as its first parameter")
+            raise UsageError(f"{called(function)} takes `launch` as its first parameter")
+        for p in parameters:
+            if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                raise UsageError(f"{called(function)}: a kernel has positional parameters only, not {p}")
         return cls([parameter_of(p.name, p.annotation) for p in parameters[1:]])
 
     def takes_nothing(self, sizes: tuple[int, ...] | None) -> bool:
@@ -411,6 +415,8 @@ class Kernel:
     ) -> None:
         if cuda is not None and image is not None:
             raise UsageError("give a kernel cuda= or image=, not both")
+        if host is not None and any(suspends(host) for suspends in _SUSPENDING):
+            raise UsageError(f"{called(host)}: the host implementation of a kernel is a plain function: calling blocks")
         self.name: Final = name
         self.cuda_source: Final = cuda
         self.image: Final = image

@@ -10,6 +10,7 @@ import weakref
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, overload
 
@@ -162,6 +163,8 @@ class Offload:
             raise UsageError(f"hard_timeout_s is a number of seconds above 0, or None, not {hard_timeout_s!r}")
         if on_lost is not None and not callable(on_lost):
             raise UsageError(f"on_lost is called with the error, {on_lost!r} cannot be")
+        if iscoroutinefunction(on_lost):
+            raise UsageError(f"on_lost is a plain function, not {on_lost!r}: begin a task in it")
         self._device = device
         self._options: Final[dict[str, Any]] = {
             "lanes": counts,
@@ -200,9 +203,18 @@ class Offload:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None and self._engine is not None:
-            self._engine.reverse.stop_all()  # a kernel that waits for the program would wait for ever
-        await self.aclose()
+        if kind is not None:
+            self._stop_calls()
+        try:
+            await self.aclose()
+        except asyncio.CancelledError:  # by a deadline, say, while it waits: closing goes on without the program
+            self._stop_calls()
+            raise
+
+    def _stop_calls(self) -> None:
+        """Cancel what calls: a kernel that waits for the program would wait for ever."""
+        if self._engine is not None:
+            self._engine.stop_calls()
 
     async def aclose(self, timeout_s: float = 30.0) -> None:
         """Refuse new work, wait for what was submitted, release the device. Idempotent.
@@ -219,6 +231,8 @@ class Offload:
         if self._engine is None:
             return
         self._check_loop()
+        if not (isinstance(timeout_s, int | float) and timeout_s >= 0):
+            raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
         closing = self._engine.aclose(timeout_s)  # raises if it is refused: then all is as it was
         try:
             await closing

@@ -12,8 +12,10 @@ from aiooffload.errors import UsageError
 
 __all__ = ["scalar", "scalar_bytes"]
 
-# What a narrower float can hold: beyond it NumPy warns and gives infinity.
-_LARGEST: Final = {np.dtype(kind).str: float(np.finfo(kind).max) for kind in (np.float16, np.float32)}
+# What a narrower float, or part of a complex number, can hold: beyond it NumPy warns and gives infinity.
+_LARGEST: Final = {np.dtype(kind).str: float(np.finfo(kind).max) for kind in (np.float16, np.float32, np.complex64)}
+_OF_OTHERS: Final = 2
+"""``dtype.isbuiltin`` of a dtype that another library has registered, such as ml_dtypes'."""
 _ACCEPTED: Final[dict[str, tuple[type, ...]]] = {
     "b": (bool,),
     "i": (int,),
@@ -40,12 +42,12 @@ def scalar(value: Any, dtype: np.dtype[Any], what: str) -> np.generic:
         return value
     if dtype.names is not None:
         return _struct(value, dtype, what)
-    if dtype.kind not in _ACCEPTED:
+    if dtype.kind not in _ACCEPTED or dtype.isbuiltin == _OF_OTHERS:
         return _converted(value, dtype, what)
     if not isinstance(value, _ACCEPTED[dtype.kind]):
         raise UsageError(f"{what} cannot be {value!r}: it is of type {dtype}")
-    largest = _LARGEST.get(dtype.str)
-    if largest is not None and isinstance(value, int | float) and largest < abs(value) < math.inf:
+    number, largest = cast("complex", value), _LARGEST.get(dtype.str)  # or what has the same parts
+    if largest is not None and any(largest < abs(part) < math.inf for part in (number.real, number.imag)):
         raise UsageError(f"{what} cannot be {value!r}: out of range of {dtype}")
     try:
         converted: np.generic = dtype.type(value)
@@ -101,4 +103,8 @@ def _converted(value: object, dtype: np.dtype[Any], what: str) -> np.generic:
         raise UsageError(f"{what} cannot be {value!r}: {error}") from None
     if array.shape != ():
         raise UsageError(f"{what} cannot be {value!r}: it is one {dtype}")
-    return cast("np.generic", array[()])
+    converted = cast("Any", array[()])
+    is_number = dtype.isbuiltin == _OF_OTHERS and isinstance(value, int | float)
+    if is_number and math.isfinite(cast("float", value)) and not math.isfinite(float(converted)):
+        raise UsageError(f"{what} cannot be {value!r}: out of range of {dtype}")
+    return cast("np.generic", converted)

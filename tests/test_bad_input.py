@@ -417,6 +417,32 @@ async def test_buffer_is_no_array(usable: Rig) -> None:
             use(word)
 
 
+async def test_after_a_single_one_or_none(usable: Rig, loop_errors: list[dict[str, Any]]) -> None:
+    """``after=`` takes one awaitable in place of several, and leaves it to others; what is none raises UsageError."""
+    loop = asyncio.get_running_loop()
+    future, failed = loop.create_future(), loop.create_future()
+    word = usable.word()
+    ops = [usable.off.get(word, after=one) for one in (future, loop.create_task(asyncio.sleep(0)), asyncio.sleep(0))]
+    waiting = usable.off.get(word, after=failed)
+
+    async def ask() -> int:
+        return int(await future)
+
+    somebody = loop.create_task(ask())
+    await asyncio.sleep(0)
+    assert not ops[0].done()
+    future.set_result(5)
+    failed.set_exception(KeyError("no"))
+    assert await somebody == 5
+    await asyncio.gather(*(op.wait() for op in ops))
+    with pytest.raises(ao.DependencyError):
+        await waiting
+    for wrong in (None, 5, [None], "ab"):
+        with pytest.raises(ao.UsageError, match="after takes"):
+            usable.off.get(word, after=wrong)  # type: ignore[arg-type]
+    assert loop_errors == []
+
+
 async def test_coroutine_that_was_called(usable: Rig) -> None:
     """A host task is given the function, and a gate what it makes; the error names the other."""
 

@@ -77,8 +77,9 @@ def test_what_names_several() -> None:
     assert isinstance(ao.Offload("cuda:*"), OffloadGroup)
     assert isinstance(ao.Offload("cuda:0, cuda:1"), OffloadGroup)
     assert labels("cuda:0, cuda:2") == ["cuda:0", "cuda:2"]
-    with pytest.raises(ao.UsageError, match="named as in"):
-        labels("cuda:0,")
+    for wrong in ("cuda:0,", "host:*", "auto:*", "cuda:0,cuda:*"):
+        with pytest.raises(ao.UsageError, match="named as in"):
+            labels(wrong)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,27 @@ async def test_arrays_as_arguments() -> None:
             r.off.launch(saxpy, grid=1, block=4, args=(2.0, x, array, 4))
 
 
+async def test_memory_of_others_where_arguments_are_read_late() -> None:
+    """A launch that waits for a load, that calls, or that has scratch takes Buffers on memory of somebody else, too."""
+
+    def body(launch: Any, x: ao.InOut[np.float64]) -> None:
+        x += 1
+
+    def with_scratch(launch: Any, x: ao.InOut[np.float64], s: ao.Out[np.uint8]) -> None:
+        x += 1
+
+    array = np.zeros(4)
+    late, calls = ao.kernel(body), ao.kernel(calls=True)(body)
+    async with rig("host", load=False) as r:
+        buffer = ao.Buffer.from_dlpack(array)
+        for value in (buffer, Foreign(array), buffer):
+            await r.off.launch(late, grid=1, block=1, args=(value,))
+        await r.off.load(calls)
+        await r.off.launch(calls, grid=1, block=1, args=(buffer,))
+        await r.off.launch(ao.kernel(with_scratch), grid=1, block=1, args=(buffer[2:], ao.Scratch(8)))
+        assert array.tolist() == [4, 4, 5, 5]
+
+
 async def test_read_only_arrays_are_for_reading() -> None:
     """An array that says that it is read-only goes to parameters that are only read."""
     source = np.ones(4, np.float32)

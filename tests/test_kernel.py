@@ -64,6 +64,30 @@ def test_kernel_needs_a_launch_parameter() -> None:
         ao.kernel(lambda: None)
 
 
+@pytest.mark.parametrize("what", ["coroutine", "generator", "asynchronous generator", "any number", "keyword"])
+def test_host_implementations_that_are_refused(what: str) -> None:
+    """One that would suspend never runs, and what a launch cannot pass is never given: UsageError that says so."""
+
+    async def coroutine(launch: Any) -> None: ...
+
+    def generator(launch: Any) -> Any:
+        yield
+
+    async def asynchronous(launch: Any) -> Any:
+        yield
+
+    def several(launch: Any, *rest: Any) -> None: ...
+
+    def keyword(launch: Any, *, x: Any = None) -> None: ...
+
+    functions: dict[str, Any] = {
+        "coroutine": coroutine, "generator": generator, "asynchronous generator": asynchronous,
+        "any number": several, "keyword": keyword,
+    }  # fmt: skip
+    with pytest.raises(ao.UsageError, match=f"{functions[what].__name__}: .*(plain function|positional)"):
+        ao.kernel(calls=True)(functions[what])
+
+
 @pytest.mark.parametrize(
     ("dtype", "value", "expected"),
     [("i4", 3, 3), ("i4", True, 1), ("f4", 2, 2.0), ("f4", 2.5, 2.5), ("c8", 1j, 1j), ("f4", float("inf"), np.inf),

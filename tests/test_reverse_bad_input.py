@@ -1490,6 +1490,68 @@ async def test_host_kernel_that_raises(count: int) -> None:
         await works(r)
 
 
+async def test_launch_that_is_kept_after_its_kernel() -> None:
+    """What a kernel has left behind may say nothing in its name: its place is another launch's by then."""
+    kept: list[Any] = []
+
+    @ao.kernel(calls=True)
+    def leaves(launch: Any) -> None:
+        kept.extend([launch, launch.call_async("f")])
+
+    async with calling_rig() as r:
+
+        @r.off.host_function
+        async def f() -> None: ...
+
+        await r.launch(leaves)
+        launch, pending = kept
+        array = np.zeros(1)
+        for use in (
+            lambda: launch.call("f"),
+            lambda: launch.post("f"),
+            lambda: launch.call_each("f", [1]),
+            lambda: launch.progress(1, 2),
+            lambda: launch.call("f", launch.to(array)),
+            launch.cancelled,
+            pending.wait,
+        ):
+            with pytest.raises(ao.UsageError, match="is over"):
+                use()
+        await works(r)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan")])
+async def test_deadline_that_is_none(wrong: float) -> None:
+    """A host kernel that sets a deadline which is no time fails, and says what was wrong."""
+
+    @ao.kernel(calls=True)
+    def sets(launch: Any) -> None:
+        launch.set_timeout_s(wrong)
+
+    async with calling_rig() as r:
+        with pytest.raises(ao.LaunchError, match="timeout_s is a number"):
+            await r.launch(sets)
+        await works(r)
+
+
+async def test_exception_of_a_kernel_that_cannot_be_told() -> None:
+    """A host kernel's exception whose text raises is the cause of a LaunchError like any other."""
+
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    @ao.kernel
+    def breaks(launch: Any) -> None:
+        raise Silent
+
+    async with calling_rig() as r:
+        with pytest.raises(ao.LaunchError, match="Silent object") as caught:
+            await r.launch(breaks)
+        assert type(caught.value.__cause__) is Silent
+        await works(r)
+
+
 async def test_abort_that_the_kernel_swallows() -> None:
     """A host kernel that goes on after abort() has failed all the same, as one on a GPU could not go on."""
 

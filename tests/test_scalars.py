@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,6 +45,17 @@ def test_floats_round_but_never_overflow(value: float, kind: type[np.floating[An
     else:
         with pytest.raises(UsageError, match="out of range"):
             scalar(value, np.dtype(kind), "it")
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_other_floats_never_overflow(dtype: str) -> None:
+    """The same for complex numbers, each part of them, and for ml_dtypes' floats."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    for value in (1e60, -1e60) if dtype != "complex64" else (1e60, 1e60j, complex(1, -1e60)):
+        with pytest.raises(UsageError, match="out of range"):
+            scalar(value, kind, "it")
+    assert scalar(2, kind, "it") == 2
+    assert math.isnan(float(scalar(math.nan, kind, "it").real))
 
 
 @pytest.mark.parametrize(

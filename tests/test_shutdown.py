@@ -7,6 +7,7 @@ only forgets it in ``test_offload.py``, closing while a handler hangs in ``test_
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -442,3 +443,112 @@ sys.exit({LOOPS[loop]})
     )
     check(done)
     assert done.stdout.split()[:3] == ["child", "1" if "KeyError" in leave else "7", "6"]
+
+
+# -- leaving while kernels that call wait on the host ----------------------------------------
+
+
+@pytest.mark.parametrize("why", ["no lane", "load", "after", "buffer"])
+async def test_left_by_an_exception(device_label: str, why: str) -> None:
+    """Launches that call and still wait on the host are cancelled with those that run: none starts any more."""
+    called: list[int] = []
+    ops: list[ao.Operation[Any]] = []
+    off = ao.Offload(device_label, calling_lanes=2)
+
+    async def f(x: int) -> int:
+        called.append(x)
+        await asyncio.Event().wait()
+        return x
+
+    async def submit() -> None:
+        off.host_function(f)
+        if why != "load":
+            await off.load(ask)
+        value, report = off.zeros(1, np.int64), off.zeros(2, np.int32)
+        for x in range(10):
+            args = (x, value, report) if why == "buffer" else (x, off.zeros(1, np.int64), off.zeros(2, np.int32))
+            after = ops[-1:] if why == "after" else []
+            ops.append(off.launch(ask, grid=1, block=1, args=args, after=after))
+        if why != "load":
+            await until(lambda: len(called) == (2 if why == "no lane" else 1))
+
+    async def leave() -> None:
+        async with asyncio.timeout(10), off:
+            await submit()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await leave()
+    assert len(called) == {"no lane": 2, "load": 0}.get(why, 1)
+    ends = {type(op.exception()) for op in ops}
+    assert asyncio.CancelledError in ends
+    assert ends <= {asyncio.CancelledError, ao.DependencyError}
+
+
+async def test_deadline_while_leaving_waits(device_label: str) -> None:
+    """A timeout around `async with` that strikes while leaving waits cancels kernels that call; closing goes on."""
+    ops: list[ao.Operation[Any]] = []
+    off = ao.Offload(device_label)
+
+    async def f(x: int) -> int:
+        await asyncio.Event().wait()
+        return x
+
+    async def leave() -> None:
+        async with asyncio.timeout(None) as deadline, off:
+            off.host_function(f)
+            ops.append(off.launch(ask, grid=1, block=1, args=(1, off.zeros(1, np.int64), off.zeros(2, np.int32))))
+            await until(lambda: off.stats()["calls"]["open"] == 1)
+            asyncio.get_running_loop().call_later(0.05, lambda: deadline.reschedule(0))
+
+    with pytest.raises(TimeoutError):
+        await leave()
+    assert isinstance(await asyncio.wait_for(end_of(ops[0]), 5), asyncio.CancelledError)
+    await off.aclose()
+
+
+@pytest.mark.all_loops
+@pytest.mark.parametrize("what", ["cancelled launch", "cancelled load", "load"])
+async def test_closed_while_the_channel_is_made(what: str, loop_errors: list[dict[str, Any]]) -> None:
+    """Closing waits until the channel that a load has begun is made: the device is not lost by it."""
+    lost: list[Exception] = []
+    for turns_before in range(6):
+        async with ao.Offload("host", on_lost=lost.append) as off:
+            if what == "cancelled launch":
+                args = (1, off.zeros(1, np.int64), off.zeros(2, np.int32))
+                off.launch(ask, grid=1, block=1, args=args).cancel()
+            else:
+                load = asyncio.ensure_future(off.load(ask))
+                await turns(turns_before + 1)
+                if what == "cancelled load":
+                    load.cancel()
+            await turns(turns_before)
+        if what == "load":
+            await asyncio.gather(load, return_exceptions=True)
+        await asyncio.sleep(0.01)
+    gc.collect()
+    assert lost == []
+    assert loop_errors == []
+
+
+async def test_closing_that_takes_too_long_says_nothing_else(loop_errors: list[dict[str, Any]]) -> None:
+    """A deadline that strikes while the device is given back leaves no failure that nobody takes."""
+    off = ao.Offload("host")
+    async with rig("host", load=False) as other:  # a kernel of it holds maintenance up
+        await off.__aenter__()
+        gate = await other.hold()
+        await off.aclose(0.05)
+        gate.open()
+        await other.off.drain()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert loop_errors == []
+
+
+@pytest.mark.parametrize("timeout_s", [-1, "a", None, float("nan")], ids=str)
+async def test_closing_within_what_is_no_time(timeout_s: Any) -> None:
+    """A timeout_s that is no number of seconds is refused, and the Offload stays open."""
+    async with rig("host") as r:
+        with pytest.raises(ao.UsageError, match="timeout_s"):
+            await r.off.aclose(timeout_s)
+        await r.launch(nothing)

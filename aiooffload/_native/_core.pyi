@@ -393,6 +393,7 @@ class HostStream:
     def close(self) -> None: ...
 
 calling: ContextVar[Any]
+host_steps: ContextVar[tuple[Any, ...]]
 """What a handler serves: the Caller, or the Request if that is a batch."""
 
 class Caller:

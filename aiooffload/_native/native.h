@@ -197,6 +197,7 @@ void ao_queue_push(AoQueue *queue, AoOperation *op, int64_t started_ns);
 struct AoChannel;
 extern PyTypeObject AoChannel_Type, AoCaller_Type, AoHandler_Type, AoRequest_Type, AoPort_Type;
 extern PyObject *ao_calling; /* the context variable that says which request or launch a handler serves */
+extern PyObject *ao_host_steps; /* operation.c: that which names the host tasks that run */
 /* Whether a request can be read. Needs no interpreter, as long as the channel is kept alive. */
 int ao_channel_pending(const struct AoChannel *channel);
 /* Reads requests and starts their handlers for about so long; how many, or -1 with an exception. */

@@ -8,10 +8,10 @@
 
 static PyObject *s_set_result, *s_create_future, *s_blocking, *s_call_soon, *s_context, *s_handler, *s_fail_dependent,
     *s_want_mark, *s_check_wait;
+PyObject *ao_host_steps;
 static PyObject *get_running_loop, *copy_context, *cancelled_error, *invalid_state;
 
 int ao_operation_module_init(PyObject *module) {
-    (void)module;
     PyObject *asyncio = PyImport_ImportModule("asyncio"), *contextvars = PyImport_ImportModule("contextvars");
     if (!asyncio || !contextvars) return -1;
     get_running_loop = PyObject_GetAttrString(asyncio, "_get_running_loop");
@@ -29,6 +29,8 @@ int ao_operation_module_init(PyObject *module) {
     s_want_mark = PyUnicode_InternFromString("want_mark");
     s_check_wait = PyUnicode_InternFromString("check_wait");
     s_handler = PyUnicode_InternFromString("call_exception_handler");
+    if (!(ao_host_steps = PyContextVar_New("aiooffload_host_steps", NULL))) return -1;
+    if (PyModule_AddObjectRef(module, "host_steps", ao_host_steps) < 0) return -1;
     return get_running_loop && cancelled_error && invalid_state && copy_context && s_fail_dependent && s_want_mark && s_check_wait && s_handler ? 0 : -1;
 }
 
@@ -263,12 +265,19 @@ static int check_loop(AoOperation *op) {
     return -1;
 }
 
-/* In a host function, and in what it started, the engine has a say: it may be what the operation waits for. */
+/* Whether a context variable has a value here; -1 for an error. */
+static int is_set(PyObject *variable) {
+    PyObject *value = NULL;
+    if (variable && PyContextVar_Get(variable, NULL, &value) < 0) return -1;
+    Py_XDECREF(value);
+    return value != NULL;
+}
+
+/* In a host function or a host task, and in what those started, the engine has a say: the operation may wait for it. */
 static int check_wait(AoOperation *op) {
-    PyObject *call = NULL;
-    if (!ao_calling || PyContextVar_Get(ao_calling, NULL, &call) < 0) return ao_calling ? -1 : 0;
-    if (!call || op->owner == Py_None) return Py_XDECREF(call), 0;
-    Py_DECREF(call);
+    int within = is_set(ao_calling);
+    if (!within) within = is_set(ao_host_steps);
+    if (within <= 0 || op->owner == Py_None) return within < 0 ? -1 : 0;
     PyObject *ignored = PyObject_CallMethodOneArg(op->owner, s_check_wait, (PyObject *)op);
     Py_XDECREF(ignored);
     return ignored ? 0 : -1;

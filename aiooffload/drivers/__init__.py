@@ -42,7 +42,7 @@ def labels(text: str) -> list[str]:
             raise DeviceUnavailableError("there is no GPU, or no NVIDIA driver")
         return [f"cuda:{index}" for index in range(count)]
     found = [label.strip() for label in text.split(",")]
-    if not all(found):
+    if not all(found) or any(label.endswith(":*") for label in found):
         raise UsageError(f'devices are named as in "cuda:0,cuda:2", not {text!r}')
     return found
 

@@ -87,6 +87,7 @@ def bind(launcher: Launcher, kernel: Kernel, site: Site, args: tuple[Any, ...], 
             values[names[name]] = value
         return launch(tuple(values), lane, after, coarse)
 
+    long_way.__qualname__ = f"bound {kernel.name}"  # as Python's own messages of wrong arguments name it
     letters = kernel.signature.letters if kernel.signature.parameters is not None else b"?" * len(args)
     packed = prepared if isinstance(prepared, bytes) else None  # what the host device takes serves one launch
     bound = BoundLaunch(launcher, site.native, args, letters, names, packed, long_way)

@@ -36,7 +36,7 @@ from aiooffload.engine.health import LostMarks, Watchdog, first_of_each_lane, lo
 from aiooffload.engine.host_functions import check_outside, check_wait
 from aiooffload.engine.host_tasks import HostTasks, check_no_step
 from aiooffload.engine.lanes import ALWAYS, Lane, Lanes
-from aiooffload.engine.launches import Kernels
+from aiooffload.engine.launches import Kernels, retrieve
 from aiooffload.engine.maintenance import barrier
 from aiooffload.engine.mapping import Arena, Mapping
 from aiooffload.engine.memory import Memory
@@ -441,8 +441,9 @@ class Engine:
         return int(lane.handle)
 
     def check_wait(self, operation: Operation[Any]) -> None:
-        """Raise UsageError if that waits for the launch that waits for the running host function."""
+        """Raise UsageError if that waits for the running host task, or the launch that waits for the host function."""
         check_wait(operation)
+        self.host_tasks.check_wait(operation)
 
     def want_mark(self, operation: Operation[Any]) -> None:
         """Somebody waits for ``operation``, which has no mark of its own."""
@@ -465,6 +466,13 @@ class Engine:
         if operation.calling and not operation.finished:
             self.reverse.cancel(operation)
         self.host_tasks.cancel(operation)
+
+    def stop_calls(self) -> None:
+        """Cancel every launch whose kernel calls: nobody is there any more who would answer it."""
+        # Those that have not started first, the last one before what it comes after: none starts in the end.
+        for operation in reversed([operation for operation in self.lanes.on_the_host() if operation.calling]):
+            operation.cancel()
+        self.reverse.stop_all()
 
     # -- traces ----------------------------------------------------------------------------
 
@@ -696,9 +704,9 @@ class Engine:
         if not error.status:  # it has not faulted: what is on it still runs
             _in_use.extend(operation.keep for operation in abandoned)
         names, oldest = suspects(abandoned) or error.suspects, first_of_each_lane(abandoned)
-        label = self.device.properties.label
+        label, process_wide = self.device.properties.label, self.device.properties.process_wide_faults
         self.lost = lost = DeviceLostError(
-            loss_text(label, error, oldest, self.device.health_note()),
+            loss_text(label, error, oldest, self.device.health_note(), process_wide),
             suspects=names,
             operation=error.operation,
             status=error.status,
@@ -706,7 +714,7 @@ class Engine:
             lane=error.lane,
         )
         self.refusal = lambda: lost.with_traceback(None)  # one error, raised often, must not grow
-        if self.device.properties.process_wide_faults:
+        if process_wide:
             loss.latch(lost, self)
         self._stop_everything(abandoned, lost)
         log.error("device lost", device=label, status=error.status, suspects=oldest)
@@ -797,6 +805,7 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 await self.drain()
                 await self.kernels.finish_loading()
+                await self.reverse.finish_opening()
                 if self.lost is None:
                     await self._release()
         except TimeoutError:
@@ -829,6 +838,7 @@ class Engine:
         # A task of its own: past the deadline the call, which may wait for somebody else's kernel,
         # goes on without anybody waiting for it.
         last = self.loop.create_task(self.maintain(lambda: self._unregister(registered)))
+        last.add_done_callback(retrieve)
         await asyncio.shield(last)
 
     def _unregister(self, registered: list[RegisteredMemory]) -> None:

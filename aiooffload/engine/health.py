@@ -107,12 +107,13 @@ def _place(operation: Operation[Any]) -> str:
     return f"{operation.name} on lane {operation.lane.index}"
 
 
-def loss_text(label: str, error: DeviceLostError, oldest: list[str], note: str) -> str:
+def loss_text(label: str, error: DeviceLostError, oldest: list[str], note: str, process_wide: bool) -> str:
     """Say which device, what happened, who may have done it, and what is left to do."""
+    left = "this process can use no GPU any more; start a new one" if process_wide else "open a new Offload"
     blame = (
         f"oldest unfinished on each lane: {', '.join(oldest)}" if oldest else "nothing of this Offload was in flight"
     )
-    parts = [f"{label} is lost: {error}", blame, note, "this process can use no GPU any more; start a new one"]
+    parts = [f"{label} is lost: {error}", blame, note, left]
     return "; ".join(part for part in parts if part)
 
 

@@ -9,28 +9,30 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from aiooffload._native import host_steps
 from aiooffload.engine.lanes import Lanes
 from aiooffload.errors import UsageError
 from aiooffload.operation import Operation
-from aiooffload.rules.scheduler import dependency_failure
+from aiooffload.rules.scheduler import dependency_failure, waits_for
 
 if TYPE_CHECKING:
     from contextvars import Context
 
 __all__ = ["HostTasks", "check_no_step"]
 
-_steps: Final[ContextVar[tuple[Operation[Any], ...]]] = ContextVar("aiooffload_steps", default=())
-"""The host task that runs, last, and those that submitted it from within."""
-
 
 def check_no_step(owner: object, what: str) -> None:
     """Raise UsageError in a host task of ``owner`` that is not done: ``what`` would wait for it."""
-    for step in _steps.get():
+    for step in _steps():
         if step.owner is owner and not step.finished:
             raise UsageError(f"{what} would wait for {step!r}, which is the host task that asks for it")
+
+
+def _steps() -> tuple[Operation[Any], ...]:
+    """Return the host task that runs, last, and those that submitted it from within."""
+    return host_steps.get(())
 
 
 class HostTasks:
@@ -70,9 +72,15 @@ class HostTasks:
             self._end(operation, None, failure)
             return
         self._lanes.tell_on_host(operation)
-        outer = tuple(step for step in context.run(_steps.get) if not step.finished)
-        context.run(_steps.set, (*outer, operation))
-        task = self._loop.create_task(function(), name=f"aiooffload {operation.name}", context=context)
+        outer = tuple(step for step in context.run(_steps) if not step.finished)
+        context.run(host_steps.set, (*outer, operation))
+        try:
+            task = self._loop.create_task(function(), name=f"aiooffload {operation.name}", context=context)
+        except BaseException as error:  # of the call itself, or SystemExit of an eager task's first step
+            self._end(operation, None, error)
+            if not isinstance(error, Exception):
+                raise
+            return
         self.running[operation] = task
         task.add_done_callback(lambda task: self._ended(operation, task))
         if self._lanes.dead is not None:  # it ended everything in its first step, as an eager task may
@@ -110,6 +118,17 @@ class HostTasks:
         operation.finish(result, failure)
         self._lanes.release_followers(operation)
         self._on_finished()
+
+    def check_wait(self, operation: Operation[Any]) -> None:
+        """Raise UsageError in a host task if ``operation`` is that task, or waits for it.
+
+        Tasks that it has started may wait for what comes after it: it need not wait for them.
+        """
+        task = asyncio.current_task()
+        for step in _steps():
+            # In the first step of an eager task it is not known yet.
+            if self.running.get(step, task) is task and not step.finished and waits_for([operation], step, lanes=True):
+                raise UsageError(f"awaiting {operation!r} would wait for {step!r}, the host task that awaits it")
 
     def forget(self, operation: Operation[Any]) -> None:
         """It was refused after all."""

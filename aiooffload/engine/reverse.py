@@ -169,6 +169,11 @@ class Reverse:
             self._opening.add_done_callback(retrieve)  # those who wait for it tell its failure
         await asyncio.shield(self._opening)
 
+    async def finish_opening(self) -> None:
+        """Wait until the channel is made, if that has begun; raises nothing of it."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+
     async def _make(self) -> None:
         try:
             opened = await self._open()

@@ -58,8 +58,14 @@ class Terms(NamedTuple):
 
 
 def _as_list(after: Iterable[After]) -> Iterable[After]:
-    """Allow a single operation where several may stand."""
-    return (after,) if isinstance(after, Operation) else after
+    """Allow a single one where several may stand."""
+    if isinstance(after, list | tuple):
+        return after
+    if isawaitable(after):  # asked first: a future can be iterated over
+        return (after,)
+    if not isinstance(after, Iterable):
+        raise UsageError(f"after takes operations and awaitables, not {after!r}")
+    return after
 
 
 class Submission:

@@ -72,7 +72,10 @@ class Transfers:
     def put(self, array: ArrayLike | PinnedArray, terms: Terms) -> Operation[Buffer]:
         """Allocate a Buffer and copy ``array`` into it."""
         self._check_open()
-        source = array if isinstance(array, PinnedArray) else np.asarray(array)
+        try:
+            source = array if isinstance(array, PinnedArray) else np.asarray(array)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"what is put is an array, or what NumPy makes one of: {error}") from error
         host = source.array if isinstance(source, PinnedArray) else source
         target = self._memory.empty(host.shape, host.dtype)
         operation: Operation[Buffer] = self._to_device("put", target, source, None, target, terms)

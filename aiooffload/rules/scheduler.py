@@ -653,6 +653,12 @@ class Scheduler(Generic[_W, _L]):
         self._on_room()
         self._on_finished()
 
+    def on_the_host(self) -> list[_W]:
+        """Return what is held or waits, and what was stopped among that."""
+        ahead = [operation for lane in self.lanes for _, ahead in lane.ahead.values() for operation in ahead]
+        waiting = [*self.held, *ahead, *(operation for lane in self.lanes for operation in lane.waiting)]
+        return waiting + [operation for calls in self._calls.values() for operation in calls]
+
     def abandon(self, failure: BaseException) -> list[_W]:
         """Fail everything on the host, because the device is gone; returns it.
 
@@ -660,9 +666,7 @@ class Scheduler(Generic[_W, _L]):
         it is until ``forget``.
         """
         self.dead = failure
-        ahead = [operation for lane in self.lanes for _, ahead in lane.ahead.values() for operation in ahead]
-        waiting = [*self.held, *ahead, *(operation for lane in self.lanes for operation in lane.waiting)]
-        waiting += [operation for calls in self._calls.values() for operation in calls]
+        waiting = self.on_the_host()
         self.held.clear()
         self.on_host.clear()
         for lane in self.lanes:

@@ -166,7 +166,10 @@ def function_id(function: str | int) -> int:
     Raises ValueError for a number out of range, TypeError for what is neither.
     """
     if not isinstance(function, str):
-        number = operator.index(function)
+        try:
+            number = operator.index(function)
+        except TypeError:
+            raise TypeError(f"a host function is called by its name or its number, not by {function!r}") from None
         if not 0 <= number < NUMBERED:
             raise ValueError(f"a function's number is 0 to {NUMBERED - 1}, not {function}")
         return number

@@ -44,8 +44,7 @@ async def open_offload(device: FaultyDevice, *, timeout_s: float = 5.0, **option
         try:
             yield off
         except BaseException:
-            if off._engine is not None:
-                off._engine.reverse.stop_all()
+            off._stop_calls()
             raise
         finally:
             device.release()

@@ -180,7 +180,7 @@ async def test_wrong_changes(device_label: str, change: dict[str, Any], text: st
         with pytest.raises(ao.UsageError, match=text):
             bound(**change)
         assert word.allocation.history.conflicts(True) == []
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="bound add"):
             bound(3)  # type: ignore[call-arg]
         await bound()
         assert await r.read(word) == 3

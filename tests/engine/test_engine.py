@@ -152,6 +152,7 @@ async def test_a_launch_past_the_hard_limit() -> None:
         await turns()
         assert [error.lane for error in told] == [1]
         assert told[0] is stuck.exception()
+        assert "open a new Offload" in str(told[0])  # no fault of the process: nothing else is lost
         with pytest.raises(ao.DeviceLostError):
             r.launch(nothing)
         del x, owner, stuck, elsewhere, behind, waiting, op
@@ -175,9 +176,13 @@ async def test_what_on_lost_raises_is_the_loops(loop_errors: list[dict[str, Any]
         assert [type(context["exception"]) for context in loop_errors].count(ValueError) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"hard_timeout_s": 0}, {"hard_timeout_s": "1"}, {"on_lost": 5}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hard_timeout_s": 0}, {"hard_timeout_s": "1"}, {"on_lost": 5}, {"on_lost": asyncio.sleep}],
+    ids=["zero", "text", "number", "coroutine function"],
+)
 def test_limits_that_are_none(wrong: dict[str, Any]) -> None:
-    """A limit is a number above 0, and on_lost can be called."""
+    """A limit is a number above 0, and on_lost can be called and is no coroutine function, which would never run."""
     with pytest.raises(ao.UsageError, match=next(iter(wrong))):
         ao.Offload("host", **wrong)
 

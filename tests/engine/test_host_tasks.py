@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import inspect
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -225,6 +228,77 @@ async def test_what_is_no_coroutine_function(function: Any) -> None:
         assert r.off.stats()["pending"] == 0
         if asyncio.iscoroutine(function):
             function.close()
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_function_that_cannot_be_called(after: bool) -> None:
+    """What calling it raises, or what it returns in place of a coroutine, is the failure: nothing waits for ever."""
+
+    async def takes(result: int) -> None: ...
+
+    def gives() -> int:
+        return 5
+
+    wrong: list[tuple[Any, str]] = [(takes, "missing 1 required")]
+    if sys.version_info >= (3, 12):  # before, nothing passes for a coroutine function that is none
+        wrong.append((inspect.markcoroutinefunction(gives), "coroutine"))
+    async with rig("host", load=False) as r:
+        for function, text in wrong:
+            op = r.off.host_task(function, after=[r.off.get(r.off.zeros(1, np.uint8))] if after else [])
+            with pytest.raises(TypeError, match=text):
+                await op
+        assert r.off.stats()["pending"] == 0
+
+
+@pytest.mark.all_loops
+async def test_waiting_for_itself_or_for_what_comes_after_it() -> None:
+    """A host task that awaits itself or what waits for it gets UsageError; a task that it starts may await that."""
+    left: list[asyncio.Task[Any]] = []
+
+    async with rig("host") as r:
+        go = asyncio.Event()
+
+        async def step() -> str:
+            await go.wait()
+            for op in (task, after):
+                with pytest.raises(ao.UsageError, match=r"would wait for .*step"):
+                    await op
+            left.append(asyncio.ensure_future(after.wait()))
+            await asyncio.sleep(0)
+            return "done"
+
+        task = r.off.host_task(step)
+        after = r.off.get(r.off.zeros(1, np.uint8), after=[r.off.host_task(turns, after=[task])])
+        go.set()
+        assert await task == "done"
+        assert (await left[0]).tolist() == [0]
+
+
+def test_interrupt_in_the_first_step_of_an_eager_task() -> None:
+    """It ends the loop, and the operation; what comes after that does not wait for ever."""
+    if sys.version_info < (3, 12):
+        pytest.skip("this Python has no eager tasks")
+    source = """
+import asyncio
+import aiooffload as ao
+async def main():
+    asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)
+    async with ao.Offload("host") as off:
+        async def step():
+            raise SystemExit(5)
+        async def other(): ...
+        go = asyncio.get_running_loop().create_future()
+        op = off.host_task(step, after=[go])
+        after = off.host_task(other, after=[op])
+        go.set_result(None)
+        try:
+            await asyncio.sleep(5)
+        finally:
+            print(repr(op.exception()), type(after.exception()).__name__)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (5, "SystemExit(5) DependencyError\n"), done.stderr
 
 
 async def test_refused_for_its_dependencies(device_label: str) -> None:

@@ -252,7 +252,7 @@ def test_a_cell_never_used() -> None:
 )
 def test_kinds(dtype: object, kind: Kind) -> None:
     """A result's kind follows from its dtype; None is no result, and whatever is no number is a struct."""
-    assert wire.kind_of(None if dtype is None else np.dtype(dtype)) is kind  # type: ignore[call-overload]
+    assert wire.kind_of(None if dtype is None else np.dtype(dtype)) is kind  # type: ignore[call-overload]  # of any type
 
 
 # -- the launch parameter, mapped arguments, the message -----------------------------------
@@ -390,7 +390,7 @@ def test_numbers_out_of_range(number: int) -> None:
 @pytest.mark.parametrize("function", [b"f", 1.5, None])
 def test_neither_a_name_nor_a_number(function: Any) -> None:
     """A function is text or an integer."""
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="name or its number"):
         wire.function_id(function)
 
 

@@ -215,7 +215,7 @@ class HostDevice:
         if found is None:
             raise UsageError(
                 f"{nbytes} bytes at {address:#x} are no array that a kernel has mapped: a post can map memory of a "
-                "Buffer alone, a call also an array of the kernel's own"
+                "Buffer that the Offload has made, a call also an array of the kernel's own"
             )
         return found
 

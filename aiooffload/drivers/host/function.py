@@ -38,7 +38,11 @@ def _guarded(name: str, function: Callable[..., object]) -> Callable[..., object
             function(launch, *arguments)
         except BaseException as error:  # SystemExit too: it must end neither the stream nor the program
             launch.end()
-            raise LaunchError(f"kernel {name} raised {type(error).__name__}: {error}", operation="launch") from error
+            try:
+                said = f"{type(error).__name__}: {error}"
+            except BaseException:  # a __str__ of the program's own
+                said = object.__repr__(error)
+            raise LaunchError(f"kernel {name} raised {said}", operation="launch") from error
         launch.end()
 
     return run

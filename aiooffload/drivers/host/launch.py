@@ -106,6 +106,8 @@ class HostLaunch:
     def _open_calls(self) -> Calls:
         if self._calls is None:
             raise UsageError("this kernel calls host functions: declare it with calls=True")
+        if self._calls.over:  # what it would say there is another launch's by now
+            raise UsageError("the kernel of this launch is over")
         return self._calls
 
     def _open_port(self) -> Port:
@@ -180,6 +182,8 @@ class HostLaunch:
 
     def set_timeout_s(self, timeout_s: float) -> None:
         """Let the waits of this launch end after so many seconds instead of the Offload's deadline."""
+        if not timeout_s >= 0:  # nor NaN
+            raise UsageError(f"timeout_s is a number of seconds, at least 0, not {timeout_s!r}")
         self._open_port().timeout_ns = int(min(timeout_s * 1e9, _FOREVER_NS))
 
     def abort(self, code: int, text: str) -> NoReturn:
@@ -210,13 +214,13 @@ class Calls:
     Threads of its kernel change the dictionaries, by one operation each: who takes a cell out of them has it.
     """
 
-    __slots__ = ("_cells", "_loans", "_over", "port")
+    __slots__ = ("_cells", "_loans", "over", "port")
 
     def __init__(self, port: Port) -> None:
         self.port: Final = port
         self._cells: Final[dict[int, int]] = {}  # by ticket, while nobody waits
         self._loans: Final[dict[int, int]] = {}  # until the reply has come
-        self._over = False
+        self.over = False
 
     def add(self, ticket: int, cell: int, loan: int | None) -> None:
         """A call was made."""
@@ -231,7 +235,7 @@ class Calls:
     def put_back(self, ticket: int, cell: int) -> None:
         """There is no reply yet."""
         self._cells[ticket] = cell
-        if self._over:
+        if self.over:
             self.leave(ticket)
 
     def settled(self, ticket: int, status: int) -> None:
@@ -248,7 +252,7 @@ class Calls:
 
     def end(self) -> None:
         """The kernel is over: its calls are left, though an exception of its may keep them."""
-        self._over = True  # first: a thread that looks for a reply now puts its cell back after this
+        self.over = True  # first: a thread that looks for a reply now puts its cell back after this
         for ticket in list(self._cells):
             self.leave(ticket)
 
@@ -331,7 +335,8 @@ class PendingCall:
             or dtype.itemsize * self._rows != len(data)
             or (kind is not Kind.STRUCT and dtype.kind != _KINDS[kind])
         ):
-            self._calls.port.report(function_id(self._function), Code.WRONG_REPLY)
+            if not self._calls.over:
+                self._calls.port.report(function_id(self._function), Code.WRONG_REPLY)
             found = f"{len(data) // self._rows} bytes ({kind.name.lower()})"
             text = f"host function {self._function!r} returned {found}, dtype= is {dtype}"
             raise HostFunctionError(text, code=Code.WRONG_REPLY)
