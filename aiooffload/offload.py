@@ -427,7 +427,8 @@ class Offload:
         -----
         *Ordering.* What names it in ``after`` waits on the host until it has returned. It touches no
         buffer as far as ordering goes: what it submits is ordered as anything else.
-        *Deadlock.* Draining or closing this Offload would wait for it and raises UsageError in it.
+        *Deadlock.* Draining or closing this Offload would wait for it and raises UsageError in it, and so does awaiting
+        its own operation or what comes after that. A task that it starts may await those: it must not await the task.
         *Cancellation.* ``op.cancel()`` cancels the coroutine.
         """
         return self._open_engine().submission.host_task(function, after)

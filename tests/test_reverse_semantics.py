@@ -1585,6 +1585,37 @@ async def test_maintenance_while_a_kernel_calls(device_label: str) -> None:
         assert await r.values(value) == [11]
 
 
+@pytest.mark.all_loops
+@pytest.mark.parametrize("what", ["launch", "get"])
+async def test_awaited_launch_that_maintenance_holds_up(device_label: str, what: str) -> None:
+    """A launch that calls, of another task, starts where a handler awaits it, or a copy behind it: a load waits on."""
+    async with calling_rig(device_label, call_timeout_s=5) as r:
+        await r.off.load(ask)
+        go_on, second_value = asyncio.Event(), r.array(1)
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            if x == 6:
+                await go_on.wait()
+                await (second if what == "launch" else r.off.get(second_value))
+            return x + 1
+
+        value, report = r.array(1), r.array(2, np.int32)
+        op = r.launch(ask, 6, value, report)
+        await until(lambda: r.off.stats()["calls"]["open"])
+        load = asyncio.create_task(r.off.load(ao.Kernel("nothing", cuda=nothing.cuda_source, host=lambda launch: None)))
+        engine = r.off._engine
+        assert engine is not None
+        await until(lambda: engine.lanes.pauses, "maintenance was asked for")
+        second = r.launch(ask, 7, second_value, r.array(2, np.int32))
+        await turns()
+        assert not second.done()
+        go_on.set()
+        await op
+        await load
+        assert (await r.values(value), await r.values(second_value)) == ([7], [8])
+
+
 async def test_opening_another_offload_while_a_kernel_calls(device_label: str) -> None:
     """Another Offload can be opened, and closed, by another task while a kernel calls: it waits for that."""
     async with calling_rig(device_label) as r:

@@ -33,7 +33,7 @@ from aiooffload.engine.copies import (
     Staging,
 )
 from aiooffload.engine.health import LostMarks, Watchdog, first_of_each_lane, loss, loss_text, suspects
-from aiooffload.engine.host_functions import check_outside, check_wait
+from aiooffload.engine.host_functions import check_outside, check_wait, waiting_launches
 from aiooffload.engine.host_tasks import HostTasks, check_no_step
 from aiooffload.engine.lanes import ALWAYS, Lane, Lanes
 from aiooffload.engine.launches import Kernels, retrieve
@@ -444,6 +444,8 @@ class Engine:
         """Raise UsageError if that waits for the running host task, or the launch that waits for the host function."""
         check_wait(operation)
         self.host_tasks.check_wait(operation)
+        if waiting_launches():
+            self.lanes.wait_in_call(operation)
 
     def want_mark(self, operation: Operation[Any]) -> None:
         """Somebody waits for ``operation``, which has no mark of its own."""

@@ -107,7 +107,7 @@ class Work(Protocol):
     stop: BaseException | None
     """What it ends with if it can be stopped."""
     calling: int
-    """Its kernel calls host functions: 1, or 2 if a host function launched it."""
+    """Its kernel calls host functions: 1, or 2 if a host function launched it or waits for it."""
     priority: int
     streamed: bool
     """It goes piece by piece: the order of its lane alone does not put others after it."""
@@ -226,7 +226,7 @@ class Scheduler(Generic[_W, _L]):
         self.adopted: set[_L] = set()
         # Such launches that nothing holds any more, by their `calling`, in order; they get a lane when they start.
         self._calls: dict[int, dict[_W, None]] = {1: {}, 2: {}}
-        # Those of host functions that have not started, held ones among them: a lane is kept for each.
+        # Those that host functions wait for and that have not started, held ones among them: a lane is kept for each.
         self._promised: dict[_W, None] = {}
         self._taken: _L | None = None  # the lane of the one that is being started
         # Launches that call and have not started, for which something is held: only they can be in its way.
@@ -350,6 +350,22 @@ class Scheduler(Generic[_W, _L]):
     def may_nest(self) -> bool:
         """Whether a calling lane is free and kept for nothing: a launch of a host function must not wait for one."""
         return len(self._free()) > len(self._promised)
+
+    def wait_in_call(self, operation: _W) -> None:
+        """A host function waits for ``operation``: what calls and comes before it may go as if that had launched it.
+
+        Else maintenance, which waits for the kernel that called the function, would keep it on the host.
+        """
+        for one in _ahead([operation], lanes=True, past_calls=False):
+            if one.calling == 1 and one.queue is None and not one.finished and one is not self._entering:
+                if not self.may_nest():
+                    break
+                one.calling = 2
+                self._promised[one] = None
+                if one in self._calls[1]:
+                    del self._calls[1][one]
+                    self._calls[2][one] = None
+        self._start_calls()
 
     def _free(self) -> list[_L]:
         return [lane for lane in self.calling if not lane.queue.in_flight and lane is not self._taken]
@@ -703,14 +719,14 @@ def waits_for(deps: Iterable[_W], launch: _W, *, lanes: bool = False) -> bool:
     return any(dep is launch for dep in _ahead(deps, lanes))
 
 
-def _ahead(deps: Iterable[_W], lanes: bool = False) -> Iterator[_W]:
-    """Iterate over ``deps`` and what those of them that have not started wait for."""
+def _ahead(deps: Iterable[_W], lanes: bool = False, past_calls: bool = True) -> Iterator[_W]:
+    """Iterate over ``deps`` and what those of them that have not started wait for, unless those call."""
     ahead, seen = list(deps), set()
     gates: dict[Any, dict[_W, tuple[_W, ...]]] = {}  # by lane
     while ahead:
         dep = ahead.pop()
         yield dep
-        if dep in seen or dep.queue is not None or dep.finished:
+        if dep in seen or dep.queue is not None or dep.finished or (dep.calling and not past_calls):
             continue
         seen.add(dep)
         ahead += (*(dep.deps or ()), *(dep.requires or ()))

@@ -189,8 +189,8 @@ class Device(Scheduler[Op, Line[Op]]):
         self.tasks: list[Op] = []
         self.ending: list[Op] = []
         """Calling ones whose kernel is over."""
-        self.nested: list[Op] = []
-        """Launches of host functions."""
+        self.calls: list[Op] = []
+        """Those that call, ever."""
         self.borrowers: set[Op] = set()
         """What has started on a lane that is kept for something that comes after it."""
         self.rooms = 0
@@ -221,8 +221,8 @@ class Device(Scheduler[Op, Line[Op]]):
         self._submitted += 1
         op.number = self._submitted
         op.device, op.named, op.after, op.awaits = self, lane, after, awaits
-        if op.calling == 2:
-            self.nested.append(op)
+        if op.calling:
+            self.calls.append(op)
         if self.checked:
             users = [user for memory, writes in uses for user, wrote in memory.users if writes or wrote]
             op.direct = {*after, *users} - {op}
@@ -237,8 +237,8 @@ class Device(Scheduler[Op, Line[Op]]):
         return op
 
     def promised(self) -> list[Op]:
-        """The launches of host functions that have not started: a calling lane is kept for each."""
-        return [op for op in self.nested if not op.finished and not op.started]
+        """The launches that host functions wait for and that have not started: a calling lane is kept for each."""
+        return [op for op in self.calls if op.calling == 2 and not op.finished and not op.started]
 
     def is_awaited(self, op: Op) -> bool:
         """Whether a launch of a host function, which has not started, comes after ``op``."""

@@ -201,6 +201,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_calling(self, data: st.DataObject) -> None:
         self.device.end_calling(data.draw(st.sampled_from(self.device.ending)))
 
+    @precondition(lambda self: self.device.dead is None and self.unfinished())
+    @rule(data=st.data())
+    def wait_in_call(self, data: st.DataObject) -> None:
+        """A host function waits for something; what else there is goes on by the same rules."""
+        self.device.wait_in_call(data.draw(st.sampled_from(self.unfinished())))
+
     @precondition(lambda self: self.device.later)
     @rule()
     def turn(self) -> None:
@@ -856,6 +862,41 @@ def test_what_waits_in_a_pause_goes_when_a_host_function_needs_it() -> None:
     device.arrive(early.lane)
     device.end_calling(early)
     assert nested.started
+
+
+@pytest.mark.parametrize("what", ["itself", "what comes after it"])
+def test_what_waits_in_a_pause_goes_when_a_host_function_awaits_it(what: str) -> None:
+    """A launch that a pause holds up starts as soon as a host function awaits it, or what comes after it."""
+    device = Device({0: 1}, calling=3)
+    device.submit(Op(calling=1))
+    device.pause()
+    call, other = (device.submit(Op(calling=1)) for _ in range(2))
+    after = device.submit(Op(), after=[call])
+    device.wait_in_call(call if what == "itself" else after)
+    assert (call.started, other.started) == (True, False)
+    device.arrive(call.lane)
+    device.end_calling(call)
+    assert after.started
+    device.resume()
+    device.settle()
+    assert device.board.pending == 0
+
+
+def test_a_lane_is_kept_for_what_a_host_function_awaits() -> None:
+    """One that is held, too, gets a lane as soon as it can start; where none is free it waits as it did."""
+    device = Device({0: 1}, calling=3)
+    device.submit(Op(calling=1))
+    held = [device.submit(Op(calling=1), awaits=1) for _ in range(3)]
+    for op in held:
+        device.wait_in_call(op)
+    assert [op.calling for op in held] == [2, 2, 1]
+    assert not device.may_nest()
+    others = [device.submit(Op(calling=1)) for _ in range(2)]
+    assert not any(op.started for op in others)
+    device.stop(held[0], Boom())
+    assert [op.started for op in others] == [True, False]
+    device.end_awaitable(held[1])
+    assert held[1].started
 
 
 @pytest.mark.parametrize("late", [False, True])
