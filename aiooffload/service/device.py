@@ -435,7 +435,9 @@ def die_with_parent() -> None:
 def main(arguments: list[str]) -> int:
     """Serve the front on an inherited socket, whose descriptor is the one argument."""
     die_with_parent()
-    return run(serve(socket.socket(fileno=int(arguments[0]))))
+    connection = socket.socket(fileno=int(arguments[0]))
+    connection.set_inheritable(False)  # the program's children have no part in the conversation
+    return run(serve(connection))
 
 
 def run(coroutine: Coroutine[Any, Any, int]) -> int:

@@ -83,6 +83,7 @@ class DeviceProcess(asyncio.Protocol):
         self._decoder = frames.Decoder()
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._exit: asyncio.Task[None] | None = None  # done when its exit was seen
         self._numbers = 0
         self._heard_at = loop.time()  # of anything
         self._moved_at = loop.time()  # of the last answer or step on the device, or of the first call after none
@@ -117,11 +118,18 @@ class DeviceProcess(asyncio.Protocol):
                 start_new_session=True,  # the terminal's interrupt is the front's to handle
             )
             await self._loop.create_unix_connection(lambda: self, sock=ours)
+            self._exit = self._loop.create_task(self._see_exit(self._process, ours))
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
+
+    async def _see_exit(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
+        """Let the connection end with the process, even if children of it have the other side, too."""
+        await process.wait()
+        if not self.gone.is_set():
+            connection.shutdown(socket.SHUT_RD)  # what it said last is still read
 
     async def start(self) -> None:
         """Let it serve, and wait until it does; it is spawned if it was not yet.
@@ -166,6 +174,9 @@ class DeviceProcess(asyncio.Protocol):
                 self._on_message(message, content)
         except frames.BrokenFrame as error:
             self._end(f"it sent nonsense: {error}")
+
+    def eof_received(self) -> None:
+        self.connection_lost(None)  # the loop's call may never come: whoever has the other side does not read
 
     def connection_lost(self, error: Exception | None) -> None:
         self._exits = True

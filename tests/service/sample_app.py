@@ -215,6 +215,25 @@ async def pid(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     return count(os.getpid())
 
 
+@app.endpoint("fork", inputs=NUMBER, outputs=COUNT)
+async def fork(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Leave a child that waits for its end, and say which."""
+    if child := os.fork():
+        return count(child)
+    try:
+        while True:
+            signal.pause()
+    finally:
+        os._exit(1)  # nothing of the parent's is the child's to end
+
+
+@app.endpoint("inheritable", inputs=NUMBER, outputs=COUNT)
+async def inheritable(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Say how many sockets a program that is started here would have."""
+    sockets = [int(one.name) for one in Path("/proc/self/fd").iterdir() if one.is_socket()]  # noqa: ASYNC240
+    return count(sum(map(os.get_inheritable, sockets)))
+
+
 @app.endpoint("die", inputs=NUMBER, outputs=COUNT)
 async def die(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     os._exit(int(x[0]))

@@ -18,7 +18,7 @@ from aiooffload.service import supervisor as module
 from aiooffload.service.frames import encode
 from aiooffload.service.process import DeviceProcess, Settings, StartFailed
 from aiooffload.service.supervisor import Supervisor, backoff_s
-from tests.service.support import ROOT, SAMPLE
+from tests.service.support import ROOT, SAMPLE, held
 
 
 class Heard:
@@ -154,6 +154,30 @@ async def test_lost_process_is_replaced(how: str, reason: str) -> None:
         assert (slot.generation, slot.faults, waiting.endings) == (2, 1, 1)
         assert reason in slot.last_fault
         assert not alive(first.pid)
+
+
+async def test_death_is_seen_whatever_its_children_hold() -> None:
+    """A device process that dies is replaced although a child of its program has its connection, and reads nothing."""
+    async with rig_of() as rig:
+        process = rig.supervisor.ready[0]
+        child = number(await rig.ask("fork"))
+        try:
+            waiting = rig.call("gate")
+            await rig.ask("wait_inside", 1)
+            with held(process.pid):
+                process.call("scratch", [(1 << 22,)], [bytes(1 << 24)], Heard(), False)  # more than a socket takes
+                os.kill(process.pid, signal.SIGKILL)
+            async with asyncio.timeout(20):
+                assert await waiting.answer == "it ended"
+            await rig.until(lambda: rig.supervisor.ready)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_children_of_the_program_get_nothing_of_ours() -> None:
+    """A program that a handler starts does not have the device process's connection."""
+    async with rig_of() as rig:
+        assert number(await rig.ask("inheritable")) == 0
 
 
 async def test_call_over_the_hard_limit_costs_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
