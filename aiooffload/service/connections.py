@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from aiooffload.service.protocol import error_body
@@ -35,6 +36,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _in_head = True
     _head_nbytes = 0
     _went_on = False  # a head or a body ended, or there was some of a body, in the data that is looked at
+    _head_again = b""  # of a request that asks for another protocol: without that, for another parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -51,7 +53,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         idle, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # uvicorn would cancel it
         self._went_on = False
-        super().data_received(data)
+        self._parse(data)
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._deadline is None and self.timeout_keep_alive_task is None:
             # No request has begun by it: line ends between two, or the end of one that was answered before it was read.
@@ -65,6 +67,27 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 self.transport.abort()
 
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. Only HTTP/1.1 is offered, so a wish for another protocol is left alone (RFC 9110, 7.8).
+
+        The parser goes by that wish: it takes the head for a whole request, and what follows for the other protocol.
+        """
+        rest = memoryview(data)
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    rest = rest[upgrade.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                    head, self._head_again = self._head_again, b""
+                    self.parser.feed_data(head)
+        except httptools.HttpParserError as error:
+            self.logger.warning("a request is not HTTP: %s", error)
+            self.send_400_response(str(error))
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
@@ -76,6 +99,14 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("this is no proxy")
+            lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+            lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+            self._head_again = b"\r\n".join((*lines, b"", b""))
+            return
         self._in_head = False
         self._went_on = True
         super().on_headers_complete()
@@ -85,6 +116,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._head_again:
+            return
         self._went_on = True
         self._disarm()
         super().on_message_complete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -90,6 +91,66 @@ async def test_what_is_no_http() -> None:
     """It is refused in the protocol's shape, as everything is."""
     async with server_of(Site()) as port:
         response = await rest(await connect(port, b"GET\r\n\r\n"))
+        assert (response.status, response.error) == (400, "the request is not HTTP")
+
+
+class Echo(Site):
+    """It answers with what it was asked."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        names = b",".join(name for name, _ in scope["headers"])
+        body = b" ".join((scope["method"].encode(), scope["path"].encode(), names, body))
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+UPGRADE = b"connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: %b\r\n"
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("pieces", [1, 2, 1000])
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+async def test_other_protocols_are_not_offered(protocol: bytes, pieces: int, framing: str) -> None:
+    """A request that would rather speak another protocol is answered in this one, and its body is its body."""
+    head = b"POST /it HTTP/1.1\r\nhost: x\r\n" + UPGRADE % protocol
+    if framing == "length":
+        head, body = head + b"content-length: %d\r\n\r\n" % len(SMUGGLED), SMUGGLED
+    else:
+        head, body = head + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMUGGLED), SMUGGLED)
+    text = head + body
+    step = {1: len(text), 2: len(head), 1000: 1}[pieces]
+    async with server_of(Echo()) as port:
+        reader, writer = await connect(port)
+        writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(text), step):
+            writer.write(text[at : at + step])
+            await asyncio.sleep(0)
+        response = await rest((reader, writer))
+        names = b"host,connection," + {"length": b"content-length", "chunks": b"transfer-encoding"}[framing]
+        assert (response.status, response.body) == (200, b"POST /it " + names + b" " + SMUGGLED)
+
+
+async def test_many_wishes_for_another_protocol() -> None:
+    """Requests that come together are answered one by one, whatever each of them would rather speak."""
+    wish = GET + b"connection: upgrade\r\nupgrade: h2c\r\n"
+    async with server_of(Site()) as port:
+        reader, _ = streams = await connect(port, (wish + b"\r\n") * 2000 + wish + b"connection: close\r\n\r\n")
+        text = await asyncio.wait_for(reader.read(), 10)
+        assert text.count(b"HTTP/1.1 200 OK") == 2001
+        streams[1].close()
+
+
+async def test_tunnels_are_not_offered() -> None:
+    """This is no proxy: nothing that comes behind such a request is looked at."""
+    async with server_of(Site()) as port:
+        text = b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n" + SMUGGLED
+        response = await rest(await connect(port, text))
         assert (response.status, response.error) == (400, "the request is not HTTP")
 
 
