@@ -46,6 +46,11 @@ BEAT_S: Final = 0.25
 """Seconds between two beats of a loop that is not held up."""
 EXIT_FAILED: Final = 3
 EXIT_LOST: Final = 4
+_FRONTS_SIGNALS: Final[dict[signal.Signals, Any]] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+"""The front ends a device process when it has finished; with the usual handlers."""
 _PR_SET_PDEATHSIG: Final = 1
 _FLUSH_S: Final = 2.0
 _LOG_S: Final = 0.5
@@ -432,9 +437,25 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def outlive_signals() -> None:
+    """Leave the signals that end a worker to the front, though a process manager may send them to all processes.
+
+    What the program starts has the usual handlers, be it forked or another program.
+    """
+    for number in _FRONTS_SIGNALS:
+        signal.signal(number, lambda *_: None)  # and not SIG_IGN, which other programs would inherit
+    os.register_at_fork(after_in_child=_restore_signals)
+
+
+def _restore_signals() -> None:
+    for number, handler in _FRONTS_SIGNALS.items():
+        signal.signal(number, handler)
+
+
 def main(arguments: list[str]) -> int:
     """Serve the front on an inherited socket, whose descriptor is the one argument."""
     die_with_parent()
+    outlive_signals()
     connection = socket.socket(fileno=int(arguments[0]))
     connection.set_inheritable(False)  # the program's children have no part in the conversation
     return run(serve(connection))

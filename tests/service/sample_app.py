@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -215,12 +216,23 @@ async def pid(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     return count(os.getpid())
 
 
-@app.endpoint("fork", inputs=NUMBER, outputs=COUNT)
-async def fork(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Leave a child that waits for its end, and say which."""
+children: list[subprocess.Popen[bytes]] = []
+
+
+@app.endpoint("child", inputs=NUMBER, outputs=COUNT)
+async def child(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Leave a child that waits for its end, forked or (x = 1) another program, and say which."""
+    if x[0]:
+        children.append(subprocess.Popen(["sleep", "600"]))  # noqa: ASYNC220  (a moment)
+        return count(children[-1].pid)
+    ready, said = os.pipe()
     if child := os.fork():
+        os.close(said)
+        os.read(ready, 1)
+        os.close(ready)
         return count(child)
     try:
+        os.write(said, b".")
         while True:
             signal.pause()
     finally:

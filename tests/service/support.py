@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -127,6 +128,11 @@ def held(pid: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def ends(pidfd: int) -> bool:
+    """Whether a process ends within ten seconds."""
+    return bool(select.select([pidfd], [], [], 10)[0])
 
 
 async def until(condition: Callable[[], object]) -> None:

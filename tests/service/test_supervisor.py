@@ -18,7 +18,7 @@ from aiooffload.service import supervisor as module
 from aiooffload.service.frames import encode
 from aiooffload.service.process import DeviceProcess, Settings, StartFailed
 from aiooffload.service.supervisor import Supervisor, backoff_s
-from tests.service.support import ROOT, SAMPLE, held
+from tests.service.support import ROOT, SAMPLE, ends, held
 
 
 class Heard:
@@ -160,7 +160,7 @@ async def test_death_is_seen_whatever_its_children_hold() -> None:
     """A device process that dies is replaced although a child of its program has its connection, and reads nothing."""
     async with rig_of() as rig:
         process = rig.supervisor.ready[0]
-        child = number(await rig.ask("fork"))
+        child = number(await rig.ask("child"))
         try:
             waiting = rig.call("gate")
             await rig.ask("wait_inside", 1)
@@ -178,6 +178,20 @@ async def test_children_of_the_program_get_nothing_of_ours() -> None:
     """A program that a handler starts does not have the device process's connection."""
     async with rig_of() as rig:
         assert number(await rig.ask("inheritable")) == 0
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["forked", "another program"])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+async def test_children_of_the_program_end_as_ever(other: int, how: signal.Signals) -> None:
+    """The signals that a device process leaves to the front end what its program has started."""
+    async with rig_of() as rig:
+        child = number(await rig.ask("child", other))
+        pidfd = os.pidfd_open(child)
+        os.kill(rig.supervisor.ready[0].pid, how)
+        os.kill(child, how)
+        assert ends(pidfd)
+        os.close(pidfd)
+        assert number(await rig.ask("pid")) == rig.supervisor.ready[0].pid
 
 
 async def test_call_over_the_hard_limit_costs_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

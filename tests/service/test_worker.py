@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tests.service.support import (
     Response,
     Served,
     ask,
+    ends,
     held,
     infer,
     infer_body,
@@ -291,6 +291,24 @@ def test_termination_under_load() -> None:
         assert worker.wait() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_for_all_processes(number: signal.Signals) -> None:
+    """A signal that a process manager sends to the device process, too, lets it finish all the same."""
+
+    async def stop(worker: Served, port: int) -> Response:
+        waiting = asyncio.create_task(infer(port, "gate", 7))
+        await infer(port, "wait_inside", 1)
+        for pid in (worker.device_pid, worker.process.pid):
+            os.kill(pid, number)
+        await asyncio.to_thread(worker.line, "shutting down")
+        os.kill(worker.device_pid, signal.SIGUSR1)
+        return await waiting
+
+    with served() as worker:
+        assert output(asyncio.run(stop(worker, worker.port))) == [7]
+        assert worker.wait() == 0
+
+
 def test_grace_time_that_is_not_enough() -> None:
     """What is not finished within the grace time is answered with 503, and the exit status says so."""
     with served("--grace-s", "0.05") as worker:
@@ -325,11 +343,6 @@ def test_second_signal_ends_at_once() -> None:
         assert worker.wait() == 128 + signal.SIGTERM
         assert ends(device)
         os.close(device)
-
-
-def ends(pidfd: int) -> bool:
-    """Whether a process ends within ten seconds."""
-    return bool(select.select([pidfd], [], [], 10)[0])
 
 
 @pytest.mark.parametrize(
