@@ -7,7 +7,6 @@ import logging
 import sys
 import threading
 from collections import deque
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
@@ -21,7 +20,7 @@ class LineWriter:
     """Writes lines on a thread of its own: whoever reads them may be slow.
 
     The thread is woken once for all lines of ``GATHER_S`` seconds, since waking it costs more than a line. Lines
-    beyond ``MOST_WAITING`` are dropped, and how many is written when there is room again.
+    beyond ``MOST_WAITING`` are lost, and those that cannot be written; how many is written as soon as something can.
     """
 
     MOST_WAITING: Final = 100_000
@@ -30,7 +29,7 @@ class LineWriter:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._lines: deque[str] = deque()
-        self._dropped = 0
+        self._lost = 0
         self._woken = False
         self._closed = threading.Event()
         self._wake = threading.Event()
@@ -40,7 +39,7 @@ class LineWriter:
     def write_line(self, line: str) -> None:
         """Take a line without its end; any thread."""
         if len(self._lines) >= self.MOST_WAITING:
-            self._dropped += 1
+            self._lost += 1
             return
         self._lines.append(line)
         if not self._woken:
@@ -48,23 +47,24 @@ class LineWriter:
             self._wake.set()
 
     def _run(self) -> None:
-        with suppress(OSError, ValueError):  # nobody reads any more
-            while not self._closed.is_set():
-                self._wake.wait()
-                self._wake.clear()
-                self._closed.wait(self.GATHER_S)
-                self._woken = False  # before the lines are taken: whoever comes later wakes again
-                self._write()
+        while not self._closed.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            self._closed.wait(self.GATHER_S)
+            self._woken = False  # before the lines are taken: whoever comes later wakes again
             self._write()
+        self._write()
 
     def _write(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        if self._dropped:
-            lines.append(f"{self._dropped} lines of the log were dropped: they are read too slowly")
-            self._dropped = 0
-        if lines:
-            self._file.write("\n".join(lines) + "\n")
-            self._file.flush()
+        lost, self._lost = self._lost, 0
+        text = [*lines, f"{lost} lines of the log were lost"] if lost else lines
+        if text:
+            try:
+                self._file.write("\n".join(text) + "\n")
+                self._file.flush()
+            except (OSError, ValueError):  # there may be room again, or a reader
+                self._lost += lost + len(lines)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what was taken, for so many seconds at most; idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -131,7 +132,34 @@ def test_slow_reader_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     file.go_on.set()
     writer.close()
     lines = file.getvalue().splitlines()
-    assert lines == ["first", "0", "1", "2", "2 lines of the log were dropped: they are read too slowly"]
+    assert lines == ["first", "0", "1", "2", "2 lines of the log were lost"]
+
+
+class Full(io.StringIO):
+    """A file that has no room at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = threading.Event()
+        self.room = threading.Event()
+
+    def write(self, text: str) -> int:
+        if not self.room.is_set():
+            self.refused.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_write_that_fails() -> None:
+    """What cannot be written is counted, and what comes later is written when it can be."""
+    file = Full()
+    writer = LineWriter(file)
+    writer.write_line("first")
+    assert file.refused.wait(10)
+    file.room.set()
+    writer.write_line("second")
+    writer.close()
+    assert file.getvalue().splitlines() == ["second", "1 lines of the log were lost"]
 
 
 def test_reader_that_is_gone() -> None:
