@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
+import select
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
@@ -21,13 +26,27 @@ class LineWriter:
 
     The thread is woken once for all lines of ``GATHER_S`` seconds, since waking it costs more than a line. Lines
     beyond ``MOST_WAITING`` are lost, and those that cannot be written; how many is written as soon as something can.
+    Several processes may have the file: none writes in the middle of another's line, unless that is longer than a
+    pipe keeps together.
+
+    Parameters
+    ----------
+    file
+        Where to; what it buffers itself is not used if it has a descriptor.
+    notice
+        Gives the line that says how many were lost.
     """
 
     MOST_WAITING: Final = 100_000
     GATHER_S: Final = 0.02
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, notice: Callable[[int], str] = "{} lines of the log were lost".format) -> None:
         self._file = file
+        self._notice = notice
+        self._number: int | None = None
+        with suppress(io.UnsupportedOperation):
+            self._number = file.fileno()
+        self._cut = False  # the last write ended in the middle of a line
         self._lines: deque[str] = deque()
         self._lost = 0
         self._woken = False
@@ -58,19 +77,48 @@ class LineWriter:
     def _write(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         lost, self._lost = self._lost, 0
-        text = [*lines, f"{lost} lines of the log were lost"] if lost else lines
-        if text:
-            try:
-                self._file.write("\n".join(text) + "\n")
+        for some in _portions(lines):
+            lost += 0 if self._put(some) else len(some)
+        if lost and not self._put([self._notice(lost).encode()]):
+            self._lost += lost
+
+    def _put(self, lines: list[bytes]) -> bool:
+        """Write lines; whether all of them were."""
+        data = b"\n".join((*lines, b""))
+        try:
+            if self._number is None:
+                self._file.write(data.decode())
                 self._file.flush()
-            except (OSError, ValueError):  # there may be room again, or a reader
-                self._lost += lost + len(lines)
+                return True
+            if self._cut:
+                data = b"\n" + data
+            while data:
+                data = data[os.write(self._number, data) :]
+                self._cut = bool(data)
+        except (OSError, ValueError):  # there may be room again, or a reader
+            return False
+        return True
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what was taken, for so many seconds at most; idempotent."""
         self._closed.set()
         self._wake.set()
         self._thread.join(timeout_s)
+
+
+def _portions(lines: list[str]) -> Iterator[list[bytes]]:
+    """Cut lines into as few writes as may be: a pipe keeps together what has no more bytes than that."""
+    some: list[bytes] = []
+    nbytes = 0
+    for line in lines:
+        data = line.encode(errors="backslashreplace")
+        if some and nbytes + len(data) + 1 > select.PIPE_BUF:
+            yield some
+            some, nbytes = [], 0
+        some.append(data)
+        nbytes += len(data) + 1
+    if some:
+        yield some
 
 
 class _Logger:
@@ -100,7 +148,7 @@ def configure_logs(format: str, level: str, file: TextIO | None = None) -> LineW
         "console": [structlog.dev.ConsoleRenderer(colors=file.isatty())],
     }
     ends = forms[format]
-    writer = LineWriter(file)
+    writer = LineWriter(file, _json_notice) if format == "json" else LineWriter(file)
     least = getattr(logging, level.upper())
     structlog.configure(
         processors=[
@@ -150,6 +198,11 @@ def log_request(fields: dict[str, Any]) -> None:
     fields["event"], fields["level"] = "request", "info"
     fields["timestamp"] = datetime.now(UTC)
     writer.write_line(orjson.dumps(fields, option=orjson.OPT_UTC_Z).decode())
+
+
+def _json_notice(lost: int) -> str:
+    fields = {"event": "lines of the log were lost", "lines": lost, "level": "warning", "timestamp": datetime.now(UTC)}
+    return orjson.dumps(fields, option=orjson.OPT_UTC_Z).decode()
 
 
 def _to_json(event: Any, **_: Any) -> str:
