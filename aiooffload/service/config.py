@@ -47,7 +47,9 @@ class Config:
     )
     keep_alive_s: float = _setting(60.0, "seconds that an idle connection is kept", 0)
     request_timeout_s: float = _setting(60.0, "longest time for a request, whatever it asks for; 0 for no limit", 0)
-    hard_timeout_s: float = _setting(0.0, "a launch or call that takes longer ends its device process; 0 for never", 0)
+    hard_timeout_s: float = _setting(
+        0.0, "a launch or call that takes longer, or a loop blocked for so long, ends the process; 0 for never", 0
+    )
     stall_s: float = _setting(
         20.0, "with calls, but no answer and nothing done on the device for so long, it is not ready", 0
     )

@@ -321,7 +321,7 @@ class Dispatcher:
         if lane.batcher.next_due() is None:
             return
         now = time.monotonic()
-        processes = self._supervisor.ready
+        processes = self._supervisor.moving  # what waits for a place there is better off than what hangs
         while (process := lane.choose(processes)) is not None:
             batch = lane.batcher.take(now)
             if batch is None:
@@ -355,7 +355,7 @@ class Dispatcher:
         self.pump(lane)
 
     def on_change(self) -> None:
-        """A device process came up or is gone."""
+        """A device process came up or is gone, or makes progress no more or again."""
         if self._supervisor.ready:
             for lane in self._lanes.values():
                 self.pump(lane)

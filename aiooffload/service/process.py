@@ -25,6 +25,7 @@ HARD_MARGIN_S: Final = 1.0
 """The device process ends launches over the hard limit itself, and knows which; this is for when it does not."""
 SILENCE_S: Final = 5.0
 """Without a beat for so long, a device process makes no progress."""
+_SILENT: Final = "its loop has said nothing"
 _EXIT_S: Final = 1.0
 _MODULE: Final = "aiooffload.service.device"
 
@@ -233,22 +234,37 @@ class DeviceProcess(asyncio.Protocol):
 
     # -- how it is -------------------------------------------------------------------------
 
-    def why_stuck(self) -> str:
-        """Return why it makes no progress; "" if it does, or has nothing to do."""
+    def stuck(self) -> tuple[str, float]:
+        """Return why it makes no progress, and for how many seconds; ("", 0) if it does, or has nothing to do."""
         now = self._loop.time()
         if now - self._heard_at > SILENCE_S:
-            return f"its loop has said nothing for {now - self._heard_at:.1f} s"
+            return _SILENT, now - self._heard_at
         if self.calls and now - self._moved_at > self._settings.stall_s:
-            return f"no call was answered, and nothing done on the device, for {now - self._moved_at:.1f} s"
-        return ""
+            return "no call was answered, and nothing done on the device", now - self._moved_at
+        return "", 0.0
+
+    def why_stuck(self) -> str:
+        """Return the same as a text; "" if it makes progress, or has nothing to do."""
+        why, seconds = self.stuck()
+        return f"{why} for {seconds:.1f} s" if why else ""
+
+    def excuse(self, seconds: float) -> None:
+        """The front itself did not listen for so long, which is no silence."""
+        self._heard_at += seconds
 
     def check_hard_limit(self) -> None:
-        """End it if a call is over the hard limit."""
+        """End it if a call is over the hard limit, or its loop is, whatever that is held up by."""
         limit = self._settings.hard_timeout_s
-        if limit and self.calls:
+        if not limit:
+            return
+        now = self._loop.time()
+        if self.calls:
             began, _ = next(iter(self.calls.values()))
-            if self._loop.time() - began > limit + HARD_MARGIN_S:
+            if now - began > limit + HARD_MARGIN_S:
                 self._end(f"a call took longer than the hard limit of {limit:g} s")
+                return
+        if now - self._heard_at > max(limit, SILENCE_S):
+            self._end(f"{_SILENT} for longer than the hard limit of {limit:g} s")
 
     # -- the end: everything comes here ----------------------------------------------------
 

@@ -36,7 +36,7 @@ class Slot:
     device
         The label that the process opens.
     on_change
-        Called whenever a process comes up or goes.
+        Called whenever a process comes up or goes, or makes progress no more or again.
     """
 
     def __init__(self, settings: Settings, device: str, on_change: Callable[[], None]) -> None:
@@ -52,6 +52,7 @@ class Slot:
         # Spawned and idle, so that the next one is there sooner; None while there is none.
         self._spare: DeviceProcess | None = None
         self._stopping = asyncio.Event()
+        self._stuck = ""  # why the process makes no progress, as the log has it
 
     @property
     def ready(self) -> DeviceProcess | None:
@@ -83,6 +84,7 @@ class Slot:
         began = loop.time()
         self.generation += 1
         process = self.process = self._take_spare() or self._new()
+        self._stuck = ""
         try:
             await process.start()
         except StartFailed as error:
@@ -111,6 +113,28 @@ class Slot:
         if not self._stopping.is_set():
             self._short_lives = 1 if loop.time() - process.up_at >= STEADY_S else self._short_lives + 1
             self._note_fault(process, process.fault)
+
+    def watch(self, late_s: float) -> None:
+        """Look at the process, so much later than was meant: is it over the hard limit, does it make progress?"""
+        process = self.ready
+        if process is None:
+            return
+        process.excuse(late_s)
+        process.check_hard_limit()
+        why, seconds = process.stuck()
+        if why and why != self._stuck:
+            log.warning(
+                "device process makes no progress",
+                device=self.device,
+                pid=process.pid,
+                reason=why,
+                seconds=round(seconds, 3),
+            )
+        elif self._stuck and not why:
+            log.info("device process makes progress again", device=self.device, pid=process.pid)
+        changed, self._stuck = why != self._stuck, why
+        if changed:
+            self._on_change()
 
     def _new(self) -> DeviceProcess:
         return DeviceProcess(self._settings, self.device, self._on_change)
@@ -156,7 +180,7 @@ class Supervisor:
     devices
         A label for each.
     on_change
-        Called whenever one comes up or goes.
+        Called whenever one comes up or goes, or makes progress no more or again.
     """
 
     def __init__(self, settings: Settings, devices: Sequence[str], on_change: Callable[[], None]) -> None:
@@ -167,6 +191,7 @@ class Supervisor:
         self._on_change = on_change
         self._tasks: list[asyncio.Task[None]] = []
         self._watch: asyncio.TimerHandle | None = None
+        self._look_due = 0.0
         self._change = asyncio.Event()
 
     def start(self) -> None:
@@ -175,10 +200,13 @@ class Supervisor:
         self._look()
 
     def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        late_s = max(0.0, now - self._look_due) if self._look_due else 0.0
         for slot in self.slots:
-            if slot.ready is not None:
-                slot.ready.check_hard_limit()
-        self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
+            slot.watch(late_s)
+        self._look_due = now + _WATCH_S
+        self._watch = loop.call_later(_WATCH_S, self._look)
 
     def _changed(self) -> None:
         for process in self.ready:
@@ -204,6 +232,12 @@ class Supervisor:
     def ready(self) -> list[DeviceProcess]:
         """The device processes that take calls."""
         return [slot.process for slot in self.slots if slot.process is not None and slot.process.up]
+
+    @property
+    def moving(self) -> list[DeviceProcess]:
+        """Those of them that make progress; all if none does."""
+        ready = self.ready
+        return [process for process in ready if not process.stuck()[0]] or ready
 
     def why_dead(self) -> str:
         """Return why no device process can be brought back; "" while that is not so."""

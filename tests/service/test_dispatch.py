@@ -80,6 +80,11 @@ class Processes:
 
     def __init__(self, *processes: Process) -> None:
         self.ready = list(processes)
+        self.stuck: list[Process] = []
+
+    @property
+    def moving(self) -> list[Process]:
+        return [process for process in self.ready if process not in self.stuck]
 
     def why_not_ready(self) -> str:
         return "" if self.ready else "nobody is there"
@@ -259,6 +264,19 @@ async def test_lost_device() -> None:
     assert "another fault" in str(await refusal_of(tickets[2]))
     assert (await refusal_of(tickets[3])).outcome == "unavailable"
     assert dispatcher.in_flight == 0
+
+
+async def test_device_that_hangs_gets_nothing_more() -> None:
+    """What could go to a device that makes no progress waits for a place at another, and goes there when it does."""
+    first, second = Process(), Process()
+    dispatcher = dispatcher_of(first, second, concurrency=1)
+    dispatcher._supervisor.stuck.append(first)  # type: ignore[attr-defined]
+    for number in range(2):
+        submit(dispatcher, SINGLE, numbers(number))
+    assert (len(first.sent), len(second.sent)) == (0, 1)
+    dispatcher._supervisor.stuck.clear()  # type: ignore[attr-defined]
+    dispatcher.on_change()
+    assert (len(first.sent), len(second.sent)) == (1, 1)
 
 
 async def test_waiting_requests_go_to_the_replacement() -> None:

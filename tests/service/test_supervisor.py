@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from aiooffload.service import process as life
 from aiooffload.service import supervisor as module
 from aiooffload.service.frames import encode
 from aiooffload.service.process import DeviceProcess, Settings, StartFailed
-from aiooffload.service.supervisor import Supervisor, backoff_s
+from aiooffload.service.supervisor import Slot, Supervisor, backoff_s
 from tests.service.support import ROOT, SAMPLE, ends, held
 
 
@@ -205,12 +206,68 @@ async def test_call_over_the_hard_limit_costs_the_process(monkeypatch: pytest.Mo
         assert not alive(first.pid)
 
 
+async def test_silence_over_the_hard_limit_costs_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that hangs without a call is ended, too; none is that the front did not listen to."""
+    monkeypatch.setattr(life, "SILENCE_S", 1.0)
+    async with rig_of(hard_timeout_s=0.1) as rig:
+        first, supervisor = rig.supervisor.ready[0], rig.supervisor
+        assert supervisor._watch is not None
+        supervisor._watch.cancel()
+        supervisor._look_due -= 100.0
+        first._heard_at -= 100.0
+        supervisor._look()
+        assert supervisor.ready == [first]
+        with held(first.pid), structlog.testing.capture_logs() as lines:
+            await rig.until(lambda: supervisor.slots[0].generation == 2 and supervisor.ready)
+            supervisor.slots[0].watch(0.0)
+        assert "device process makes progress again" not in [line["event"] for line in lines]  # it is another
+        assert supervisor.slots[0].last_fault == "its loop has said nothing for longer than the hard limit of 0.1 s"
+        assert not alive(first.pid)
+
+
+def idle(settings: Settings) -> DeviceProcess:
+    """A process that is up, as far as its supervisor knows."""
+    process = DeviceProcess(settings, "host", lambda: None)
+    process.up = True
+    return process
+
+
+async def test_hanging_is_in_the_log_once() -> None:
+    """There is a line when a process stops making progress, and one when it goes on; the queue hears of it."""
+    changes = []
+    slot = Slot(Settings("", {}), "host", lambda: changes.append(slot.process))
+    slot.process = process = idle(Settings("", {}))
+    with structlog.testing.capture_logs() as lines:
+        for heard_before_s in (0.0, 100.0, 100.0, 0.0, 0.0):
+            process._heard_at = asyncio.get_running_loop().time() - heard_before_s
+            slot.watch(0.0)
+    assert [line["event"] for line in lines] == [
+        "device process makes no progress",
+        "device process makes progress again",
+    ]
+    assert lines[0].items() >= {"reason": "its loop has said nothing", "device": "host"}.items()
+    assert len(changes) == 2
+
+
+async def test_processes_that_move() -> None:
+    """Those that hang are left out, as long as there is another."""
+    supervisor = Rig(["host", "host"]).supervisor
+    first, second = processes = [idle(Settings("", {})) for _ in supervisor.slots]
+    for slot, process in zip(supervisor.slots, processes, strict=True):
+        slot.process = process
+    assert supervisor.moving == [first, second]
+    first._heard_at -= 100.0
+    assert supervisor.moving == [second]
+    second._heard_at -= 100.0
+    assert supervisor.moving == supervisor.ready == [first, second]
+
+
 async def test_no_progress_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """With calls that nobody answers, or without beats, it is not ready; that takes no question to the device."""
     async with rig_of(stall_s=-1.0) as rig:  # no time at all
         assert rig.supervisor.why_not_ready() == ""
         waiting = rig.call("gate")
-        assert "no call was answered, and nothing done on the device, for" in rig.supervisor.why_not_ready()
+        assert "no call was answered, and nothing done on the device for" in rig.supervisor.why_not_ready()
         await rig.ask("wait_inside", 1)
         await rig.ask("open_gate")
         await waiting.answer
