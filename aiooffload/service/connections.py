@@ -36,6 +36,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _in_head = True
     _head_nbytes = 0
     _went_on = False  # a head or a body ended, or there was some of a body, in the data that is looked at
+    _left_nbytes = 0  # of responses that the client had not taken when its time began
     _head_again = b""  # of a request that asks for another protocol: without that, for another parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
@@ -123,23 +124,39 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection; one that has not even taken its response is cut off."""
-        if not self.transport.is_closing() and self.transport.get_write_buffer_size():
+        """Close an idle connection; one that has taken nothing of its response in all the time is cut off."""
+        if self._takes():
+            self.timeout_keep_alive_task = self._call_when_idle()
+            return
+        if not self.transport.is_closing() and self._left_nbytes:
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._takes()
         if self.transport.is_closing():
             self._cut_off_in_time()
+
+    def _takes(self) -> bool:
+        """Whether the client has taken something since this was last asked."""
+        before, self._left_nbytes = self._left_nbytes, self.transport.get_write_buffer_size()
+        return self._left_nbytes < before
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(b"400 Bad Request", "the request is not HTTP")
 
     def _cut_off_in_time(self) -> None:
-        """Give a client no longer to take its last response than an idle one has: closing alone waits for ever."""
+        """Give a client no longer to take some of its last response than an idle one has: closing waits for ever."""
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+        self._takes()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._cut_off)
+
+    def _cut_off(self) -> None:
+        if self._takes():
+            self._cut_off_in_time()
+        else:
+            self.transport.abort()
 
     def _call_when_idle(self) -> asyncio.TimerHandle:
         return self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from aiooffload.service.connections import MAX_HEAD_NBYTES, Limits, limited
+from aiooffload.service.connections import MAX_HEAD_NBYTES, LimitedProtocol, Limits, limited
 from tests.service.support import Response
 
 
@@ -178,6 +178,29 @@ async def test_idle_connection_is_closed() -> None:
     """A connection without a further request ends after a while."""
     async with server_of(Site(), keep_alive_s=0.05) as port:
         assert (await rest(await connect(port, GET + b"\r\n"))).status == 200
+
+
+@pytest.mark.parametrize("last", [b"", b"connection: close\r\n"], ids=["kept", "closed"])
+async def test_slow_download(last: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that takes its response slowly gets all of it, however often an idle one's time is over meanwhile."""
+    looked = asyncio.Event()
+    takes = LimitedProtocol._takes
+
+    def note(self: LimitedProtocol) -> bool:
+        looked.set()
+        return takes(self)
+
+    monkeypatch.setattr(LimitedProtocol, "_takes", note)
+    nbytes, part = 64 << 20, 4 << 20
+    async with server_of(Site(nbytes), keep_alive_s=0.2) as port:
+        reader, writer = await connect(port, GET + last + b"\r\n", limit=1 << 16)
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(4):
+            await reader.readexactly(part)
+            looked.clear()
+            await looked.wait()
+        await reader.readexactly(nbytes - 4 * part)
+        writer.close()
 
 
 class Hasty(Site):
