@@ -40,7 +40,7 @@ from aiooffload.service.collector import settle_collector
 from aiooffload.service.logs import bridge_logging, configure_logs
 from aiooffload.service.tensors import Data
 
-__all__ = ["BEAT_S", "EXIT_FAILED", "EXIT_LOST", "load_app", "main"]
+__all__ = ["BEAT_S", "EXIT_FAILED", "EXIT_LOST", "load_app", "main", "result_of"]
 
 BEAT_S: Final = 0.25
 """Seconds between two beats of a loop that is not held up."""
@@ -151,6 +151,23 @@ def load_app(target: str) -> App:
     if not value.endpoints:
         raise UsageError(f"{target!r} declares no endpoints")
     return value
+
+
+async def result_of(
+    endpoint: Endpoint,
+    off: ServedOffload,
+    shapes: Sequence[Sequence[int]],
+    data: Sequence[Data],
+    operations: list[Operation[Any]],
+) -> tuple[list[tuple[int, ...]], list[Data]]:
+    """Call a handler, as :meth:`Endpoint.call_with_data` does; what it submits is added to ``operations``.
+
+    Raises what the handler raises, and the failure of an operation that it has not looked at.
+    """
+    _operations.set(operations)
+    result = await endpoint.call_with_data(off, shapes, data)
+    _raise_unseen(operations)
+    return result
 
 
 class Link(asyncio.Protocol):
@@ -285,13 +302,14 @@ class DeviceProcess:
     async def _call(self, number: int, message: dict[str, Any], data: memoryview) -> None:
         """Answer one call with exactly one result or error, unless the device is lost."""
         operations: list[Operation[Any]] = []
-        _operations.set(operations)
         endpoint = self._app.endpoints[message["endpoint"]]
         follower = self._follow(number, operations) if message.get("progress") else None
         began = time.perf_counter()
         answer: tuple[dict[str, Any], Sequence[Data]]
         try:
-            answer = await self._result(endpoint, message, data, operations)
+            inputs = frames.cut(message, data)
+            shapes, contents = await result_of(endpoint, self._off, message["shapes"], inputs, operations)
+            answer = {"kind": "result", "shapes": shapes}, contents
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             asked = task is not None and task.cancelling()  # if not, the handler met the end of something else
@@ -311,13 +329,6 @@ class DeviceProcess:
         head |= {"call": number, "handler_s": time.perf_counter() - began, "device_s": _device_s(operations)}
         # The connection takes its time, and the handler's next call may write to what it returned.
         self._link.send(head, [bytes(one) for one in outputs])
-
-    async def _result(
-        self, endpoint: Endpoint, message: dict[str, Any], data: memoryview, operations: list[Operation[Any]]
-    ) -> tuple[dict[str, Any], Sequence[Data]]:
-        shapes, outputs = await endpoint.call_with_data(self._off, message["shapes"], frames.cut(message, data))
-        _raise_unseen(operations)
-        return {"kind": "result", "shapes": shapes}, outputs
 
     def _failure(self, endpoint: Endpoint, error: Exception | asyncio.CancelledError) -> dict[str, Any]:
         """Return what a client may know of a handler's exception; the log has the rest."""

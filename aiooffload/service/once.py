@@ -12,7 +12,7 @@ import uvloop
 
 from aiooffload.errors import OffloadError, UsageError
 from aiooffload.service.app import App, Endpoint, RequestError
-from aiooffload.service.device import ServedOffload, load_app
+from aiooffload.service.device import ServedOffload, load_app, result_of
 from aiooffload.service.protocol import ProtocolError, Tensor, encode_response, parse_request
 from aiooffload.service.tensors import data_of
 
@@ -58,10 +58,15 @@ def answer(target: str, name: str | None, inputs: Sequence[str], device: str) ->
 
 
 async def _call(app: App, endpoint: Endpoint, inputs: Sequence[Tensor], device: str) -> list[Tensor]:
-    async with ServedOffload(device) as off:
+    off = ServedOffload(device)
+    async with off:
         await app.start(off)
-        shapes, data = await endpoint.call_with_data(off, [one.shape for one in inputs], [one.data for one in inputs])
-        await app.stop(off)
+        try:
+            given = [one.shape for one in inputs], [one.data for one in inputs]
+            shapes, data = await result_of(endpoint, off, *given, operations=[])
+        finally:
+            if off.loss is None:
+                await app.stop(off)
     return [Tensor(shape, bytes(content)) for shape, content in zip(shapes, data, strict=True)]
 
 

@@ -211,6 +211,19 @@ async def wait_cancelled(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, 
     return count(states[0].cancelled) | {"kernels": np.array([states[0].kernels_cancelled], np.int32)}
 
 
+@ao.kernel
+def fails(launch: Any) -> None:
+    raise LookupError("not in the table")
+
+
+@app.endpoint("unseen", inputs=NUMBER, outputs=COUNT)
+async def unseen(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return what the kernel should have changed, without a look at how that ended."""
+    off.launch(fails, grid=1, block=1, args=())
+    await off.drain()
+    return count(int(x[0]))
+
+
 @app.endpoint("pid", inputs=NUMBER, outputs=COUNT)
 async def pid(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     return count(os.getpid())

@@ -75,6 +75,17 @@ def test_run_in_this_process(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert text in error
 
 
+def test_run_fails_as_a_server_would(tmp_path: Path) -> None:
+    """A kernel that failed unseen is no success, and the stop hooks run whatever the handler did."""
+    for endpoint, text in (("unseen", "kernel fails raised LookupError"), ("fail", "secret or not")):
+        goodbye = tmp_path / endpoint
+        environment = os.environ | {"SAMPLE_APP_GOODBYE": str(goodbye)}
+        done = aiooffload("run", "--device", "host", "--endpoint", endpoint, SAMPLE, "x=[1]", env=environment)
+        assert (done.stdout, done.returncode) == ("", 1)
+        assert text in done.stderr
+        assert goodbye.read_text() == "stopped\n"
+
+
 def test_devices_and_version() -> None:
     """Plain lines for programs, JSON for other programs."""
     lines = aiooffload("devices").stdout.splitlines()
