@@ -19,6 +19,9 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 PREFIX: Final = "AIOOFFLOAD_"
 _OTHERS: Final = frozenset(("AIOOFFLOAD_CACHE_DIR", "AIOOFFLOAD_CONFIG", "AIOOFFLOAD_APP"))
 """Variables with the prefix that are no settings."""
+_OF_KUBERNETES: Final = ("AIOOFFLOAD_SERVICE_", "AIOOFFLOAD_PORT_")
+"""What Kubernetes sets in every container where a Service is called ``aiooffload``: variables of these beginnings, and
+``AIOOFFLOAD_PORT`` itself, as an address."""
 _BOOLEANS: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
@@ -121,7 +124,9 @@ def _of_file(path: str, read: Callable[[str], str]) -> dict[str, Any]:
 
 def _of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     known = {PREFIX + one.name.upper(): one for one in fields(Config)}
-    given = {name for name in environment if name.startswith(PREFIX)} - _OTHERS
+    given = {name for name in environment if name.startswith(PREFIX) and not name.startswith(_OF_KUBERNETES)} - _OTHERS
+    if environment.get("AIOOFFLOAD_PORT", "").startswith(("tcp://", "udp://")):
+        given.remove("AIOOFFLOAD_PORT")
     if unknown := sorted(given - known.keys()):
         raise UsageError(f"unknown settings in the environment: {', '.join(unknown)}")
     return {known[name].name: _parse(known[name], environment[name], name) for name in given}

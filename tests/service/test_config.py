@@ -82,6 +82,22 @@ def test_other_variables_are_left_alone() -> None:
     assert loaded(environment=environment) == Config()
 
 
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_variables_of_kubernetes_are_no_settings(protocol: str) -> None:
+    """A Service of the worker's name is no mistake in its settings, and does not decide its port."""
+    environment = {
+        "AIOOFFLOAD_SERVICE_HOST": "10.96.0.7",
+        "AIOOFFLOAD_SERVICE_PORT": "80",
+        "AIOOFFLOAD_SERVICE_PORT_HTTP": "80",
+        "AIOOFFLOAD_PORT": f"{protocol}://10.96.0.7:80",
+        f"AIOOFFLOAD_PORT_80_{protocol.upper()}": f"{protocol}://10.96.0.7:80",
+        f"AIOOFFLOAD_PORT_80_{protocol.upper()}_ADDR": "10.96.0.7",
+    }
+    assert loaded({"port": "3"}, environment).port == 3
+    assert loaded(environment=environment) == Config()
+    assert loaded(environment=environment | {"AIOOFFLOAD_PORT": "81"}).port == 81
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example", "127.example", "127.0.0.1.example"])
 def test_strangers_need_a_token(host: str) -> None:
     """Off loopback there is a token, or it is said that none is needed; the token is in no message."""
