@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -84,7 +86,7 @@ class DeviceProcess(asyncio.Protocol):
         self._decoder = frames.Decoder()
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._exit: asyncio.Task[None] | None = None  # done when its exit was seen
+        self._exit: asyncio.Task[Any] | None = None  # done when its exit was seen
         self._numbers = 0
         self._heard_at = loop.time()  # of anything
         self._moved_at = loop.time()  # of the last answer or step on the device, or of the first call after none
@@ -127,8 +129,9 @@ class DeviceProcess(asyncio.Protocol):
             theirs.close()
 
     async def _see_exit(self, process: asyncio.subprocess.Process, connection: socket.socket) -> None:
-        """Let the connection end with the process, even if children of it have the other side, too."""
+        """Let its children and the connection, of which they may have the other side, end with the process."""
         await process.wait()
+        _kill_group(process.pid)  # before anything else can have its number
         if not self.gone.is_set():
             connection.shutdown(socket.SHUT_RD)  # what it said last is still read
 
@@ -288,10 +291,9 @@ class DeviceProcess(asyncio.Protocol):
         self._on_change()
 
     def kill_now(self) -> None:
-        """End it at once, without waiting."""
+        """End it at once, with its children, without waiting."""
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            _kill_group(self._process.pid)
 
     async def kill(self) -> None:
         """End it at once and wait until it is gone; one that hangs in a driver, which nobody can end, is left."""
@@ -301,13 +303,13 @@ class DeviceProcess(asyncio.Protocol):
         if self._process is not None:
             if not self._exits:
                 self.kill_now()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _EXIT_S)
-            self.kill_now()
-            try:
-                await asyncio.wait_for(self._process.wait(), _EXIT_S)
-            except TimeoutError:
-                log.error("a device process cannot be ended", pid=self.pid)
+            exited = self._exit or self._loop.create_task(self._process.wait())
+            _, left = await asyncio.wait((exited,), timeout=_EXIT_S)
+            if left:
+                self.kill_now()
+                _, left = await asyncio.wait((exited,), timeout=_EXIT_S)
+                if left:
+                    log.error("a device process cannot be ended", pid=self.pid)
 
     async def stop(self, timeout_s: float) -> None:
         """Let it answer what it was called for and close; after so many seconds end it."""
@@ -327,3 +329,9 @@ class DeviceProcess(asyncio.Protocol):
     def exit_status(self) -> int | None:
         """How it ended, if it did."""
         return self._process.returncode if self._process is not None else None
+
+
+def _kill_group(pid: int) -> None:
+    """End a process that leads a session, and its children, but for those that began their own or took other rights."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

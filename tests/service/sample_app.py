@@ -234,8 +234,8 @@ children: list[subprocess.Popen[bytes]] = []
 
 @app.endpoint("child", inputs=NUMBER, outputs=COUNT)
 async def child(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Leave a child that waits for its end, forked or (x = 1) another program, and say which."""
-    if x[0]:
+    """Leave a child that waits for its end, forked, another program (x = 1) or in a session of its own (x = 2)."""
+    if x[0] == 1:
         children.append(subprocess.Popen(["sleep", "600"]))  # noqa: ASYNC220  (a moment)
         return count(children[-1].pid)
     ready, said = os.pipe()
@@ -245,6 +245,8 @@ async def child(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
         os.close(ready)
         return count(child)
     try:
+        if x[0] == 2:
+            os.setsid()
         os.write(said, b".")
         while True:
             signal.pause()

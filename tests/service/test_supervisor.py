@@ -161,7 +161,7 @@ async def test_death_is_seen_whatever_its_children_hold() -> None:
     """A device process that dies is replaced although a child of its program has its connection, and reads nothing."""
     async with rig_of() as rig:
         process = rig.supervisor.ready[0]
-        child = number(await rig.ask("child"))
+        child = number(await rig.ask("child", 2))
         try:
             waiting = rig.call("gate")
             await rig.ask("wait_inside", 1)
@@ -179,6 +179,26 @@ async def test_children_of_the_program_get_nothing_of_ours() -> None:
     """A program that a handler starts does not have the device process's connection."""
     async with rig_of() as rig:
         assert number(await rig.ask("inheritable")) == 0
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["forked", "another program"])
+@pytest.mark.parametrize("how", ["dies", "is ended", "stops"])
+async def test_children_of_the_program_end_with_it(other: int, how: str) -> None:
+    """What the program has started does not outlive its device process, however that ends."""
+    async with rig_of() as rig:
+        process = rig.supervisor.ready[0]
+        pidfd = os.pidfd_open(number(await rig.ask("child", other)))
+        if how == "dies":
+            os.kill(process.pid, signal.SIGKILL)
+        elif how == "is ended":
+            process.kill_now()
+        else:
+            await rig.supervisor.stop(5.0)
+            assert process.exit_status == 0
+        await process.gone.wait()
+        await process.kill()
+        assert ends(pidfd)
+        os.close(pidfd)
 
 
 @pytest.mark.parametrize("other", [0, 1], ids=["forked", "another program"])
