@@ -314,7 +314,7 @@ class DeviceProcess:
             task = asyncio.current_task()
             asked = task is not None and task.cancelling()  # if not, the handler met the end of something else
             answer = dict(_CANCELLED) if asked else self._failure(endpoint, error), ()
-        except Exception as error:  # whatever a handler raises is this call's end, not the process's
+        except (Exception, SystemExit) as error:  # whatever a handler raises is this call's end, not the process's
             answer = self._failure(endpoint, error), ()
         running = [operation for operation in operations if not operation.finished and self._off.loss is None]
         for operation in running:
@@ -330,7 +330,7 @@ class DeviceProcess:
         # The connection takes its time, and the handler's next call may write to what it returned.
         self._link.send(head, [bytes(one) for one in outputs])
 
-    def _failure(self, endpoint: Endpoint, error: Exception | asyncio.CancelledError) -> dict[str, Any]:
+    def _failure(self, endpoint: Endpoint, error: Exception | asyncio.CancelledError | SystemExit) -> dict[str, Any]:
         """Return what a client may know of a handler's exception; the log has the rest."""
         name = endpoint.declaration.name
         if isinstance(error, RequestError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -254,6 +255,22 @@ async def test_handler_that_cancels_itself(monkeypatch: pytest.MonkeyPatch) -> N
         front.call(1, "cancelled")
         answer = await front.heard("error", call=1)
         assert (answer["status"], answer["text"]) == (500, "model 'cancelled' failed: CancelledError")
+
+
+async def test_handler_that_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler's SystemExit is its own failure, in the log as any, and the end of nothing else."""
+    monkeypatch.setattr("aiooffload.service.device.log", log := Mock())
+    app = ao.App()
+
+    @app.endpoint("exit", inputs=sample_app.NUMBER, outputs=sample_app.COUNT)
+    async def handler(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        sys.exit(int(x[0]))
+
+    async with device_of(app) as (front, _):
+        front.call(1, "exit", 7)
+        answer = await front.heard("error", call=1)
+        assert (answer["status"], answer["text"]) == (500, "model 'exit' failed: SystemExit")
+        assert isinstance(log.error.call_args.kwargs["exc_info"], SystemExit)
 
 
 async def test_progress_of_a_kernel() -> None:
