@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from aiooffload.service.metrics import Refused
 from aiooffload.service.protocol import error_body
 
 __all__ = ["MAX_HEAD_NBYTES", "Limits", "limited"]
@@ -31,6 +33,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """One connection. Nothing that a client does or leaves undone keeps it open for longer than the limits."""
 
     limits: Limits
+    refused: Callable[[Refused], None]
 
     _deadline: asyncio.TimerHandle | None = None
     _in_head = True
@@ -42,6 +45,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
+            self.refused("connections")
             transport.abort()
             return
         self._arm()
@@ -64,8 +68,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_nbytes = 0 if self._went_on else self._head_nbytes + len(data)
         if self._head_nbytes > MAX_HEAD_NBYTES:
             if self._in_head:
-                self._refuse(b"431 Request Header Fields Too Large", "the headers are too large")
+                self._refuse("head", b"431 Request Header Fields Too Large", "the headers are too large")
             else:
+                self.refused("head")
                 self.transport.abort()
 
     def _parse(self, data: bytes) -> None:
@@ -144,7 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._left_nbytes < before
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", "the request is not HTTP")
+        self._refuse("not_http", b"400 Bad Request", "the request is not HTTP")
 
     def _cut_off_in_time(self) -> None:
         """Give a client no longer to take some of its last response than an idle one has: closing waits for ever."""
@@ -172,16 +177,19 @@ class LimitedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._deadline = None
         if self._in_head and (self.cycle is None or self.cycle.response_complete):
-            self._refuse(b"408 Request Timeout", "the request did not come in time")
-        elif self.cycle.response_complete:  # answered before it was read: it gets no second response
+            self._refuse("slow", b"408 Request Timeout", "the request did not come in time")
+            return
+        self.refused("slow")
+        if self.cycle.response_complete:  # answered before it was read: it gets no second response
             self.transport.close()
             self._cut_off_in_time()
         else:
             self.transport.abort()  # the application sees that the client is gone
 
-    def _refuse(self, status: bytes, text: str) -> None:
+    def _refuse(self, reason: Refused, status: bytes, text: str) -> None:
         """Answer a request that is none, or of which there is no whole head, and close."""
         if not self.transport.is_closing():
+            self.refused(reason)
             body = error_body(text)
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.transport.write(head % (status, len(body)) + body)
@@ -189,6 +197,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._cut_off_in_time()
 
 
-def limited(limits: Limits) -> type[LimitedProtocol]:
-    """Return a protocol class with these limits, as uvicorn's configuration takes it."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
+def limited(limits: Limits, refused: Callable[[Refused], None]) -> type[LimitedProtocol]:
+    """Return a protocol class with these limits, as uvicorn's configuration takes it; it tells what it refuses."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "refused": staticmethod(refused)})

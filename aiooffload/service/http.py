@@ -53,7 +53,7 @@ def make_app(site: Site) -> ASGIApp:
         },
     )
     whole = Shortcut(app, infer)
-    return Guard(whole, site.token) if site.token else whole
+    return Guard(whole, site) if site.token else whole
 
 
 class Shortcut:
@@ -78,14 +78,16 @@ class Shortcut:
 class Guard:
     """Lets nobody in without the token."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, site: Site) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._metrics = site.metrics
+        self._expected = f"Bearer {site.token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if not hmac.compare_digest(given, self._expected):
+                self._metrics.refused("token")
                 headers = [JSON, (b"www-authenticate", b"Bearer"), (b"connection", b"close")]
                 await send_whole(send, 401, headers, protocol.error_body("a bearer token is needed"))
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, Gauge, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -14,7 +14,11 @@ from aiooffload.engine.latency import Histogram
 from aiooffload.service.dispatch import Answer, Dispatcher
 from aiooffload.service.supervisor import Slot, Supervisor
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "Metrics", "Refused"]
+
+Refused: TypeAlias = Literal["token", "connections", "head", "slow", "not_http"]
+"""Why something was refused before it was a request: the token is wrong, there are too many connections, a head is too
+large, a request does not come in time, or is none."""
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -37,6 +41,7 @@ class Metrics:
     def __init__(self, supervisor: Supervisor, dispatcher: Dispatcher, version: str) -> None:
         self.registry: Final = CollectorRegistry()
         self._endpoints: dict[str, _Endpoint] = {}
+        self._refused: dict[Refused, int] = dict.fromkeys(get_args(Refused), 0)
         Info("aiooffload_build", "What is running.", registry=self.registry).info({"version": version})
         in_flight = Gauge("aiooffload_requests_in_flight", "Requests waiting or on a device.", registry=self.registry)
         in_flight.set_function(lambda: dispatcher.in_flight)
@@ -69,6 +74,10 @@ class Metrics:
         """A request has ended without one; ``endpoint`` is one that exists, or ""."""
         self._of(endpoint).outcomes[outcome] += 1
 
+    def refused(self, reason: Refused) -> None:
+        """Something was refused before it was a request."""
+        self._refused[reason] += 1
+
     def collect(self) -> Iterator[HistogramMetricFamily | CounterMetricFamily]:
         """Tell of requests, for a scrape."""
         requests = CounterMetricFamily(
@@ -78,6 +87,12 @@ class Metrics:
             for outcome, count in one.outcomes.items():
                 requests.add_metric((name, outcome), count)
         yield requests
+        refused = CounterMetricFamily(
+            "aiooffload_refused", "Connections and requests that were refused unread, by reason.", labels=("reason",)
+        )
+        for reason, count in self._refused.items():
+            refused.add_metric((reason,), count)
+        yield refused
         for field, (name, text) in _HISTOGRAMS.items():
             family = HistogramMetricFamily(f"aiooffload_{name}", text, labels=("endpoint",))
             for endpoint, one in self._endpoints.items():

@@ -117,7 +117,7 @@ class Worker:
         self._server = Server(
             uvicorn.Config(
                 make_app(site),
-                http=limited(Limits(config.max_connections, config.receive_timeout_s)),
+                http=limited(Limits(config.max_connections, config.receive_timeout_s), self.metrics.refused),
                 ws="none",
                 lifespan="off",
                 log_config=None,

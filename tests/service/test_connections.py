@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,10 +33,12 @@ class Site:
 
 
 @asynccontextmanager
-async def server_of(site: Site, keep_alive_s: float = 5.0, **limits: Any) -> AsyncIterator[int]:
+async def server_of(
+    site: Site, keep_alive_s: float = 5.0, refused: Callable[[str], None] = lambda reason: None, **limits: Any
+) -> AsyncIterator[int]:
     """A server with these limits; gives its port."""
     given = {"max_connections": 100, "receive_timeout_s": 5.0} | limits
-    protocol = limited(Limits(**given))
+    protocol = limited(Limits(**given), refused)
     config = uvicorn.Config(site, http=protocol, ws="none", lifespan="off", log_config=None)
     config.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
     config.load()
@@ -88,10 +90,12 @@ async def test_request_in_time() -> None:
 
 
 async def test_what_is_no_http() -> None:
-    """It is refused in the protocol's shape, as everything is."""
-    async with server_of(Site()) as port:
+    """It is refused in the protocol's shape, as everything is, and counted."""
+    reasons: list[str] = []
+    async with server_of(Site(), refused=reasons.append) as port:
         response = await rest(await connect(port, b"GET\r\n\r\n"))
         assert (response.status, response.error) == (400, "the request is not HTTP")
+    assert reasons == ["not_http"]
 
 
 class Echo(Site):
@@ -160,18 +164,21 @@ ARRIVED_S = 1.0
 
 async def test_head_that_never_ends() -> None:
     """A client that does not get to the end of its headers is told so and cut off."""
-    async with server_of(Site(), receive_timeout_s=ARRIVED_S) as port:
+    reasons: list[str] = []
+    async with server_of(Site(), refused=reasons.append, receive_timeout_s=ARRIVED_S) as port:
         slow = [await connect(port, text) for text in (b"", b"GET / HT", GET, GET + b"more: ")]
         assert [response.status for response in await asyncio.gather(*map(rest, slow))] == [408] * 4
+    assert reasons == ["slow"] * 4
 
 
 async def test_body_that_never_ends() -> None:
     """A client that does not get to the end of its body is cut off, and the application hears of it."""
-    site = Site()
-    async with server_of(site, receive_timeout_s=ARRIVED_S) as port:
+    site, reasons = Site(), list[str]()
+    async with server_of(site, refused=reasons.append, receive_timeout_s=ARRIVED_S) as port:
         streams = await connect(port, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nbody")
         assert (await rest(streams)).status == 0
         assert await site.ends.get() == "http.disconnect"
+    assert reasons == ["slow"]
 
 
 async def test_idle_connection_is_closed() -> None:
@@ -275,10 +282,12 @@ async def send(writer: asyncio.StreamWriter, junk: bytes) -> None:
 async def test_head_that_is_too_large() -> None:
     """Headers have a limit, whether they are many or one."""
     for junk in (b"a: b\r\n" * 20_000, b"a: " + b"b" * 120_000):
-        async with server_of(Site()) as port:
+        reasons: list[str] = []
+        async with server_of(Site(), refused=reasons.append) as port:
             reader, writer = await connect(port, GET)
             await send(writer, junk)
             assert (await rest((reader, writer))).status in (431, 0)
+        assert reasons == ["head"]
 
 
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -290,12 +299,14 @@ CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 async def test_trailers_that_are_too_large(junk: bytes) -> None:
     """What comes behind a body has the limit of headers, and the application hears of the end."""
     site, began = Site(), asyncio.get_running_loop().time()
-    async with server_of(site) as port:
+    reasons: list[str] = []
+    async with server_of(site, refused=reasons.append) as port:
         reader, writer = await connect(port, CHUNKED + b"1\r\nx\r\n0\r\n")
         await send(writer, junk)
         assert (await rest((reader, writer))).status == 0
         assert await site.ends.get() == "http.disconnect"
         assert asyncio.get_running_loop().time() - began < 4  # it was not the time limit
+    assert reasons == ["head"]
 
 
 async def test_trailers_are_no_headers() -> None:
@@ -326,7 +337,8 @@ async def test_large_body_in_small_chunks() -> None:
 
 async def test_too_many_connections() -> None:
     """Beyond the limit a connection is closed at once; when another has ended there is room again."""
-    async with server_of(Site(), max_connections=2) as port:
+    reasons: list[str] = []
+    async with server_of(Site(), refused=reasons.append, max_connections=2) as port:
         first = await connect(port, GET)
         second = await connect(port, GET)
         third = await connect(port, GET + b"\r\n")
@@ -336,3 +348,4 @@ async def test_too_many_connections() -> None:
         fourth = await connect(port, GET + b"connection: close\r\n\r\n")
         assert (await rest(fourth)).status == 200
         second[1].close()
+    assert reasons == ["connections"]

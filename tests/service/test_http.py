@@ -256,7 +256,7 @@ async def test_client_that_goes_away_ends_its_call(port: int) -> None:
 
 
 async def test_bearer_token() -> None:
-    """With a token everything but health asks for it."""
+    """With a token everything but health asks for it; who has it not is counted."""
     async with running(token="secret") as worker:
         port = worker.port
         assert (await ask(port, "GET /v2/health/ready")).status == 200
@@ -267,6 +267,8 @@ async def test_bearer_token() -> None:
                 assert (response.status, response.error) == (401, "a bearer token is needed")
         response = await ask(port, "GET /v2", headers={"authorization": "Bearer secret"})
         assert response.json["name"] == "sample"
+        metrics = await ask(port, "GET /metrics", headers={"authorization": "Bearer secret"})
+        assert 'aiooffload_refused_total{reason="token"} 12.0' in metrics.body.decode()
 
 
 # -- thousands of broken requests ----------------------------------------------------------------

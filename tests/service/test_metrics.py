@@ -71,6 +71,15 @@ def test_requests_are_counted() -> None:
     assert found["aiooffload_build_info", "1.2"] == 1
 
 
+def test_refusals_are_counted() -> None:
+    """What was refused unread is counted by reason, of which all are told from the beginning."""
+    metrics = metrics_of()
+    metrics.refused("token")
+    metrics.refused("token")
+    found = {key[1]: value for key, value in samples(metrics).items() if key[0] == "aiooffload_refused_total"}
+    assert found == {"token": 2, "connections": 0, "head": 0, "slow": 0, "not_http": 0}
+
+
 def test_state_of_the_worker() -> None:
     """What is in flight, and whether it is ready."""
     found = samples(metrics_of(slot()))
