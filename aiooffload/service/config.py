@@ -57,7 +57,7 @@ class Config:
         20.0, "with calls, but no answer and nothing done on the device for so long, it is not ready", 0
     )
     start_timeout_s: float = _setting(120.0, "seconds in which a device process has to be ready", 0)
-    grace_s: float = _setting(30.0, "seconds in which requests may finish after SIGTERM", 0)
+    grace_s: float = _setting(30.0, "seconds in which requests may finish after SIGTERM, and the program stop", 0)
     log_format: str = _setting("json", "json, or console for people", choices=_FORMATS)
     log_level: str = _setting("info", "least severe lines that are written; info has one per request", choices=_LEVELS)
 

@@ -312,12 +312,22 @@ class DeviceProcess(asyncio.Protocol):
                     log.error("a device process cannot be ended", pid=self.pid)
 
     async def stop(self, timeout_s: float) -> None:
-        """Let it answer what it was called for and close; after so many seconds end it."""
-        self.up = False
+        """Let it answer what it was called for and close; after so many seconds end it, a few if it starts or hangs."""
+        if not self.up or self.stuck()[0]:
+            timeout_s = min(timeout_s, SILENCE_S)
+        was_up, self.up = self.up, False
         self._send({"kind": "stop"})
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout_s):
                 await self.gone.wait()
+        except TimeoutError:
+            if was_up:
+                log.warning(
+                    "device process is ended before the program has stopped",
+                    device=self.device["label"],
+                    pid=self.pid,
+                    seconds=round(timeout_s, 3),
+                )
         await self.kill()
 
     @property

@@ -32,7 +32,8 @@ LINGER_S: Final = 0.25
 """A request may have been sent on a connection just before this end closes it: its client is to have an answer."""
 _BACKLOG: Final = 2048
 _CLOSE_S: Final = 5.0
-"""For device processes to close after the last request, and for connections: in addition to the grace time."""
+"""For connections to close, in addition to the grace time; and at least so long for the program's stop hooks, which
+have the rest of it."""
 
 
 class Server(uvicorn.Server):
@@ -138,9 +139,11 @@ class Worker:
 
     async def stop(self, grace_s: float) -> bool:
         """Finish what was taken within so many seconds and close everything; False if something was not finished."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + grace_s
         finished = await self.dispatcher.drain(grace_s)
         self.dispatcher.stop()
-        await self.supervisor.stop(_CLOSE_S if finished else 0.0)
+        await self.supervisor.stop(max(_CLOSE_S, end - loop.time()) if finished else 0.0)
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             self._server.config.timeout_graceful_shutdown = int(_CLOSE_S)

@@ -19,7 +19,7 @@ from aiooffload.service import supervisor as module
 from aiooffload.service.frames import encode
 from aiooffload.service.process import DeviceProcess, Settings, StartFailed
 from aiooffload.service.supervisor import Slot, Supervisor, backoff_s
-from tests.service.support import ROOT, SAMPLE, ends, held
+from tests.service.support import ROOT, SAMPLE, ends, held, until
 
 
 class Heard:
@@ -397,16 +397,37 @@ async def test_several_devices_fail_apart() -> None:
 
 
 async def test_stop_does_not_wait_for_ever() -> None:
-    """A process that does not finish in time is ended, and its calls hear of it."""
+    """A process that does not finish in time is ended, its calls hear of it, and so does whoever reads the log."""
     rig = Rig()
     rig.supervisor.start()
     await rig.supervisor.first_ready()
     process = rig.supervisor.ready[0]
     call = rig.call("gate")
     await rig.ask("wait_inside", 1)
-    await rig.supervisor.stop(0.01)
+    with structlog.testing.capture_logs() as lines:
+        await rig.supervisor.stop(0.01)
+    assert [line["event"] for line in lines] == ["device process is ended before the program has stopped"]
+    assert lines[0].items() >= {"device": "host", "pid": process.pid, "seconds": 0.01}.items()
     assert isinstance(await call.answer, str)
     assert not alive(process.pid)
+    await asyncio.gather(*rig._tasks)
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["starts", "hangs"])
+async def test_stop_does_not_wait_for_what_does_not_move(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is not ready yet, or makes no progress, does not have all the time to finish."""
+    rig = Rig()
+    rig.supervisor.start()
+    if started:
+        await rig.supervisor.first_ready()
+    (slot,) = rig.supervisor.slots
+    await until(lambda: slot.process and slot.process.pid)
+    assert slot.process is not None
+    with held(slot.process.pid):
+        monkeypatch.setattr(life, "SILENCE_S", -1.0 if started else 0.01)
+        async with asyncio.timeout(20):
+            await rig.supervisor.stop(600.0)
+    assert not alive(slot.process.pid)
     await asyncio.gather(*rig._tasks)
 
 

@@ -237,6 +237,23 @@ async def test_requests_are_joined() -> None:
         assert [output(await one, "rows") for one in rest] == [[4, 4], [4, 4]]
 
 
+@pytest.mark.parametrize(("grace_s", "least_s", "most_s"), [(600.0, 500.0, 600.0), (0.0, 5.0, 5.0)])
+async def test_stop_hooks_have_the_rest_of_the_grace_time(
+    grace_s: float, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has as long to stop as its requests have left of the grace time, and five seconds in any case."""
+    async with running() as worker:
+        stop, given = worker.supervisor.stop, list[float]()
+
+        async def note(timeout_s: float) -> None:
+            given.append(timeout_s)
+            await stop(timeout_s)
+
+        monkeypatch.setattr(worker.supervisor, "stop", note)
+        assert await worker.stop(grace_s)
+        assert least_s <= given[0] <= most_s
+
+
 # -- as a process --------------------------------------------------------------------------------
 
 
