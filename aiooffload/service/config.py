@@ -78,13 +78,19 @@ class Config:
             raise UsageError(f"max_queue_mib is at least max_body_mib, {self.max_body_mib}, not {self.max_queue_mib}")
         if self.port > 65_535:
             raise UsageError(f"port is at most 65535, not {self.port}")
-        if not all(self.devices) or len(set(self.devices)) != len(self.devices):
+        if not all(self.devices) or len(set(map(_numbered, self.devices))) != len(self.devices):
             raise UsageError(f"device names each device once, not {self.device!r}")
         if not (_is_loopback(self.host) or self.token or self.insecure):
             raise UsageError(
                 f"whoever reaches {self.host} could use this worker: set a token ({PREFIX}TOKEN), "
                 "or say --insecure if something else keeps strangers out"
             )
+
+
+def _numbered(label: str) -> str:
+    """Return the one name of a device that has several: ``host`` is ``host:0``."""
+    name, _, index = label.partition(":")
+    return label if label == "auto" or (index and not index.isdecimal()) else f"{name}:{int(index or 0)}"
 
 
 def _is_loopback(host: str) -> bool:

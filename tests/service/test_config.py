@@ -61,6 +61,8 @@ def test_every_kind_of_value() -> None:
         ({"flags": {"log_format": "xml"}}, "json or console"),
         ({"flags": {"max_queue_mib": "3"}}, "max_queue_mib is at least max_body_mib"),
         ({"flags": {"device": "host,host"}}, "each device once"),
+        ({"flags": {"device": "host,host:0"}}, "each device once"),
+        ({"flags": {"device": "cuda:1,cuda,cuda:00"}}, "each device once"),
         ({"flags": {"device": ""}}, "each device once"),
     ],
 )
