@@ -81,12 +81,13 @@ class Guard:
     def __init__(self, app: ASGIApp, site: Site) -> None:
         self._app = app
         self._metrics = site.metrics
-        self._expected = f"Bearer {site.token}".encode()
+        self._expected = site.token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, token = given.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(token, self._expected):
                 self._metrics.refused("token")
                 headers = [JSON, (b"www-authenticate", b"Bearer"), (b"connection", b"close")]
                 await send_whole(send, 401, headers, protocol.error_body("a bearer token is needed"))

@@ -261,12 +261,13 @@ async def test_bearer_token() -> None:
         port = worker.port
         assert (await ask(port, "GET /v2/health/ready")).status == 200
         assert (await ask(port, "GET /v2/health/live")).status == 200
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             for head in ("GET /v2", "GET /metrics", "POST /v2/models/double/infer", "GET /v2/health/live/"):
                 response = await ask(port, head, headers=headers)
                 assert (response.status, response.error) == (401, "a bearer token is needed")
-        response = await ask(port, "GET /v2", headers={"authorization": "Bearer secret"})
-        assert response.json["name"] == "sample"
+        for given in ("Bearer secret", "bearer secret", "BEARER secret"):  # RFC 9110, 11.1
+            response = await ask(port, "GET /v2", headers={"authorization": given})
+            assert response.json["name"] == "sample"
         metrics = await ask(port, "GET /metrics", headers={"authorization": "Bearer secret"})
         assert 'aiooffload_refused_total{reason="token"} 12.0' in metrics.body.decode()
 
