@@ -51,5 +51,5 @@ EXPOSE 8000
 STOPSIGNAL SIGTERM
 # Liveness: false only when no device process can be brought back. Readiness is for the orchestrator to ask.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s --retries=3 \
-    CMD ["python3", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ['AIOOFFLOAD_PORT'] + '/v2/health/live')"]
+    CMD ["python3", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ['AIOOFFLOAD_PORT'] + '/v2/health/live')"]
 ENTRYPOINT ["aiooffload", "serve"]

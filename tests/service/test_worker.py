@@ -326,6 +326,16 @@ def test_signal_for_all_processes(number: signal.Signals) -> None:
         assert worker.wait() == 0
 
 
+def test_health_check_of_the_image(worker: Served) -> None:
+    """The image's check asks the worker itself, whatever proxy its environment has, and fails where there is none."""
+    text = (ROOT / "Dockerfile").read_text()
+    _, program, code = json.loads(re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", text)[0])
+    for port, status in ((worker.port, 0), (1, 1)):
+        environment = os.environ | {"AIOOFFLOAD_PORT": str(port), "http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
+        done = subprocess.run([sys.executable, program, code], env=environment, capture_output=True, check=False)
+        assert done.returncode == status
+
+
 def test_grace_time_that_is_not_enough() -> None:
     """What is not finished within the grace time is answered with 503, and the exit status says so."""
     with served("--grace-s", "0.05") as worker:
