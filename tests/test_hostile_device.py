@@ -422,9 +422,11 @@ async def test_array_of_a_kernel_that_left() -> None:
         fetched, go = threading.Event(), asyncio.Event()
         arrays: list[weakref.ref[Any]] = []
         left: list[bool] = []
+        kept: list[ao.Call | None] = []
 
         @r.off.host_function
         async def f(x: ao.InOut[np.float32]) -> None:
+            kept.append(ao.current_call())  # whoever keeps that keeps nothing of the kernel
             fetched.set()
             await go.wait()
             x[:] = 7

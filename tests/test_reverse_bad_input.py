@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -1549,6 +1550,25 @@ async def test_exception_of_a_kernel_that_cannot_be_told() -> None:
         with pytest.raises(ao.LaunchError, match="Silent object") as caught:
             await r.launch(breaks)
         assert type(caught.value.__cause__) is Silent
+        await works(r)
+
+
+async def test_host_kernel_that_raises_after_it_was_cancelled() -> None:
+    """The launch ends as it was asked to, although its kernel has seen nothing of that."""
+    started, go_on = threading.Event(), threading.Event()
+
+    @ao.kernel(calls=True)
+    def breaks(launch: Any) -> None:
+        started.set()
+        assert go_on.wait(8)
+        raise Boom("the kernel broke")
+
+    async with calling_rig() as r:
+        op = r.launch(breaks)
+        await until(started.is_set)
+        assert op.cancel()
+        go_on.set()
+        assert isinstance(await end_of(op), asyncio.CancelledError)
         await works(r)
 
 

@@ -1841,6 +1841,27 @@ async def test_launches_that_call_for_one_another(r: CallingRig) -> None:
     assert sum(type(found) is CallingLaunch for found in gc.get_objects()) < 10
 
 
+async def test_launches_that_call_for_the_next_before_they_are_done(r: CallingRig) -> None:
+    """What the last of a long row still keeps are the few that are not done."""
+    await r.off.load(ask)
+    kept = 0
+
+    @r.off.host_function
+    async def f(x: int) -> int:
+        nonlocal kept
+        await until(lambda: r.off.stats()["calls"]["resident"] < 3)
+        if x:
+            r.launch(ask, x - 1, r.array(1), r.array(2, np.int32))
+        else:
+            gc.collect()
+            kept = sum(type(found) is CallingLaunch for found in gc.get_objects())
+        return x
+
+    await r.launch(ask, 50, r.array(1), r.array(2, np.int32))
+    await r.off.drain()
+    assert 0 < kept < 10
+
+
 async def test_what_would_wait_for_an_outer_launch(r: CallingRig) -> None:
     """In the handler of a nested launch this goes for the outer launch, too, which waits for all of it."""
     await r.off.load(ask, nothing)

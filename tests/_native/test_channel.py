@@ -1129,6 +1129,24 @@ async def test_the_tail_goes_on_during_a_long_drain(host: Host) -> None:
     await host.settle()
 
 
+async def test_closed_during_a_long_drain(host: Host) -> None:
+    """The tail is not written with the next batch of posts: the memory may be gone."""
+    host.attach()
+    served = 0
+
+    async def handler() -> None:
+        nonlocal served
+        served += 1
+        if served == 512:  # PUBLISH_EVERY
+            host.channel.close()
+
+    host.add(1, handler)
+    for _ in range(600):
+        host.send(1)
+    host.drain()
+    assert (served, host.tail) == (512, 0)
+
+
 async def test_unsound_posts_count_as_read(host: Host) -> None:
     """A post that is dropped has had a place all the same, which is given back."""
     host.send(1, launch=5)

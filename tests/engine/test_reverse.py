@@ -162,6 +162,34 @@ async def test_block_that_is_another_launchs_already(device_label: str) -> None:
         assert [pair async for pair in op.progress()] == []
 
 
+async def test_cancelled_when_its_block_is_another_launchs(device_label: str) -> None:
+    """Who stops a launch of which only handlers are left stops no other one, which may have its index by then."""
+    async with calling_rig(device_label) as r:
+        go_on = asyncio.Event()
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            await (go_on if x else asyncio.Event()).wait()
+            return x
+
+        await r.off.load(ask, post_many)
+        reverse = reverse_of(r)
+        while len(reverse._free) > 1:
+            reverse._free.pop()
+        op = r.launch(post_many, 1, r.array(1, np.int32))
+        await until(lambda: any(caller.ended for caller in reverse.callers.values()))
+        value = r.array(1)
+        other = r.launch(ask, 6, value, r.array(2, np.int32))
+        await until(lambda: r.off.stats()["calls"]["open"] == 2)
+        assert reverse.callers[op].index == reverse.callers[other].index
+        op.cancel()
+        assert isinstance(await end_of(op), asyncio.CancelledError)
+        assert not reverse.callers[other].read(wire.LAUNCH_CANCEL)
+        go_on.set()
+        assert await end_of(other) is None
+        assert await r.values(value) == [6]
+
+
 @ao.kernel(
     cuda=INCLUDE
     + HOLD
@@ -266,3 +294,42 @@ async def test_a_loss_while_the_channel_is_made() -> None:
         with pytest.raises(ao.DeviceLostError):
             off.empty(4, np.uint8)
     assert device.problems == []
+
+
+async def test_launch_that_the_driver_refuses() -> None:
+    """It fails alone: what comes after it goes on, nothing of it stays, and its index is another launch's."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1, calling_lanes=1) as off:
+
+        @off.host_function
+        async def f(x: int) -> int:
+            return x
+
+        await off.load(ask)
+        value, report = off.zeros(1, np.int64), off.zeros(2, np.int32)
+        await off.drain()
+        device.fail("enqueue_kernel", ao.LaunchError)
+        refused = off.launch(ask, grid=1, block=1, args=(1, value, report))
+        then = off.launch(ask, grid=1, block=1, args=(2, value, report))
+        named = off.launch(ask, grid=1, block=1, args=(3, value, report), after=[refused])
+        async with asyncio.timeout(5):
+            assert isinstance(await end_of(refused), ao.LaunchError)
+            assert isinstance(await end_of(named), ao.DependencyError)
+            assert await end_of(then) is None
+            await off.drain()
+        assert (await off.get(value)).tolist() == [2]
+        engine = off._engine
+        assert engine is not None
+        assert sorted(engine.reverse._free) == list(range(wire.LAUNCHES))
+        assert off.stats()["calls"] == {"served": 1, "dropped": 0, "resident": 0, "open": 0}
+
+
+@pytest.mark.parametrize("call", ["register", "create_stream"])
+async def test_channel_that_could_not_be_made(call: str) -> None:
+    """There was no memory for it, say: the load fails, and the next one tries again."""
+    device = FaultyDevice()
+    async with open_offload(device, lanes=1, calling_lanes=1) as off:
+        device.fail(call, ao.OutOfMemoryError)
+        with pytest.raises(ao.OutOfMemoryError):
+            await off.load(ask)
+        await off.load(ask)

@@ -614,7 +614,9 @@ def test_the_order_of_one_lane_is_not_enough(kind: str) -> None:
         (lambda d: d.submit(Op("slow"), awaits=1), {}, "it comes after <slow>, which only the host can wait for"),
         (lambda d: (d.pause(), None)[1], {}, "maintenance is going on"),
         (lambda d: None, {"streamed": True}, "it goes piece by piece"),
+        (lambda d: (d.submit(Op(calling=1)), d.pause(), None)[2], {"calling": 1}, "maintenance is going on"),
         (lambda d: (d.submit(Op(calling=1)), None)[1], {"calling": 1}, "every calling lane is taken"),
+        (lambda d: (d.submit(Op(calling=2), awaits=1), None)[1], {"calling": 1}, "every calling lane is taken"),
         (lambda d: d.submit(Op("runs")), {"on_host": True}, "it comes after <runs>, which only the host can wait for"),
     ],
 )
@@ -768,7 +770,7 @@ def test_maintenance_and_calls() -> None:
     assert not device.submit(Op(calling=1)).started
     assert device.submit(Op()).started
     assert device.may_nest()
-    nested = device.submit(Op(calling=2))
+    nested = device.submit(Op(calling=2), instant=True)
     assert nested.started
     for op in (resident, nested):
         device.arrive(op.lane)
@@ -799,8 +801,10 @@ def test_calls_take_whichever_lane_is_free() -> None:
     assert (first.started, second.started, third.started, fourth.started) == (True, True, False, False)
     device.arrive(second.lane)
     assert (third.started, third.lane, fourth.started) == (True, second.lane, False)
+    device.submit(Op(), after=[fourth])
     device.stop(fourth, Boom())
     assert device.board.pending == 0
+    assert not device._followed
 
 
 @pytest.mark.parametrize("end", ["starts", "is stopped", "fails"])
@@ -850,18 +854,23 @@ def test_what_a_launch_of_a_host_function_comes_after_uses_its_lane() -> None:
     assert other.finished
 
 
-def test_what_waits_in_a_pause_goes_when_a_host_function_needs_it() -> None:
-    """A launch that a pause holds up starts as soon as one of a host function comes after it."""
+@pytest.mark.parametrize("task", [False, True])
+def test_what_waits_in_a_pause_goes_when_a_host_function_needs_it(task: bool) -> None:
+    """A launch that a pause holds up starts as soon as one of a host function comes after it, or after a task of it."""
     device = Device({0: 1}, calling=3)
     device.submit(Op(calling=1))
     device.pause()
     early = device.submit(Op(calling=1))
     assert not early.started
-    nested = device.submit(Op(calling=2), after=[early])
+    nested = device.submit(Op(calling=2), after=[device.submit(Op(on_host=True), after=[early]) if task else early])
     assert early.started
     device.arrive(early.lane)
     device.end_calling(early)
+    device.run_later()
+    for op in list(device.tasks):
+        device.end_on_host(op)
     assert nested.started
+    assert not device._followed
 
 
 @pytest.mark.parametrize("what", ["itself", "what comes after it"])
@@ -911,8 +920,7 @@ def test_what_opens_a_gate_is_awaited_by_what_is_behind_it(late: bool) -> None:
     device.end_awaitable(opener)
     if late:
         device.end_awaitable(behind)
-    else:
-        assert opener.started
+    assert opener.started
     device.settle()
     assert nested.finished
 
@@ -1050,14 +1058,15 @@ def test_waits_for_a_gate_on_its_lane() -> None:
 
 def test_after_the_end() -> None:
     """What is submitted once the device is gone ends with its failure, host tasks and gates alike."""
-    device = Device({0: 1}, depth=1)
+    device = Device({0: 1}, depth=1, calling=1)
     lane, lost = device.lanes[0], Lost()
     busy(device, 0, 3)
     early = device.submit(Op(), lane=lane, awaits=1)
     gated(device, 0)
     device.end_awaitable(early)
+    calls = [device.submit(Op(calling=1)) for _ in range(2)]
     device.lose(lost)
-    assert early.failure is lost
+    assert {op.failure for op in (early, *calls)} == {lost}
     assert (device.board.pending, lane.queue.load, len(lane.waiting), lane.ahead) == (0, 0, 0, {})
     for kind in ({}, {"on_host": True}, {"gate": True}):
         assert device.submit(Op(**kind), lane=None if kind == {"on_host": True} else lane).failure is lost

@@ -420,6 +420,17 @@ def test_mapped_array_is_lent_until_the_host_is_through(line: Wire, ended: list[
     assert len(ended) == 1
 
 
+def test_mapped_array_of_a_call_that_was_not_made(line: Wire) -> None:
+    """Where no cell gets free in time nothing is lent."""
+    array = np.arange(6)
+    calls = [line.launch.call_async("f") for _ in range(wire.CELLS)]
+    line.launch.set_timeout_s(0)
+    with pytest.raises(OffloadTimeout):
+        line.launch.call_async("f", line.launch.to(array))
+    assert not is_lent(array)
+    del calls
+
+
 class Counting:
     """A port on which each look at the reply finds another one, as the cell is another call's after the first."""
 
