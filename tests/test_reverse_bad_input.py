@@ -1178,6 +1178,7 @@ async def test_limit(r: CallingRig, limit: int) -> None:
     """Never more than limit handlers of a function run at a time, and as many do."""
     running = most = 0
     order = []
+    full = asyncio.Event()  # the calls come one after the other
 
     @r.off.host_function(limit=limit)
     async def f(x: int) -> int:
@@ -1185,6 +1186,9 @@ async def test_limit(r: CallingRig, limit: int) -> None:
         running += 1
         most = max(most, running)
         order.append(x)
+        if running == limit:
+            full.set()
+        await full.wait()
         await turns(3)
         running -= 1
         return x
