@@ -93,7 +93,7 @@ class Operation(_native.Operation, Generic[_T]):
         requires: tuple[Operation[Any], ...] | None  # those of deps whose failure is its failure
         prepared: Any  # a kernel's packed parameters
         steps: Callable[[Stream], None] | None  # what to enqueue instead of a kernel
-        calling: int  # its kernel calls: 1, or 2 if a host function launched it or waits for it
+        calling: int  # its kernel calls: 1, or 2 if a host function launched it
         priority: int  # of the lanes it may go to
         gate: bool  # what comes after it on its lane waits behind it on the host
         coarse: bool  # no completion mark of its own

@@ -1616,6 +1616,66 @@ async def test_awaited_launch_that_maintenance_holds_up(device_label: str, what:
         assert (await r.values(value), await r.values(second_value)) == ([7], [8])
 
 
+async def test_awaited_launch_that_fails_as_soon_as_maintenance_lets_it_go(device_label: str) -> None:
+    """Waiting for it lets it go, and it ends at once, since what it names has failed: the handler is told."""
+
+    async def breaks() -> None:
+        raise Boom
+
+    async with calling_rig(device_label, call_timeout_s=5) as r:
+        await r.off.load(ask)
+        go_on, seen = asyncio.Event(), []
+        failed = r.off.host_task(breaks)
+        assert isinstance(await end_of(failed), Boom)
+
+        @r.off.host_function
+        async def f(x: int) -> int:
+            await go_on.wait()
+            with pytest.raises(ao.DependencyError):
+                await second
+            seen.append(x)
+            return x
+
+        value = r.array(1)
+        op = r.launch(ask, 6, value, r.array(2, np.int32))
+        await until(lambda: r.off.stats()["calls"]["open"])
+        load = asyncio.create_task(r.off.load(ao.Kernel("nothing", cuda=nothing.cuda_source, host=lambda launch: None)))
+        engine = r.off._engine
+        assert engine is not None
+        await until(lambda: engine.lanes.pauses, "maintenance was asked for")
+        second = r.launch(ask, 7, r.array(1), r.array(2, np.int32), after=[failed])
+        go_on.set()
+        await op
+        await load
+        assert seen == [6]
+
+
+async def test_awaited_copy_behind_a_launch_of_another_offload() -> None:
+    """A handler of one may wait for what comes after a launch of the other, which has lanes of its own."""
+    async with calling_rig("host", calling_lanes=2) as a, calling_rig("host", calling_lanes=1) as b:
+        await a.off.load(ask)
+        await b.off.load(ask)
+        go_on = asyncio.Event()
+
+        async def f(x: int) -> int:
+            if x == 1:
+                await go_on.wait()
+            if x == 2:
+                asyncio.get_running_loop().call_soon(go_on.set)
+                await copied
+            return x * 10
+
+        for r in (a, b):
+            r.host_function(f)
+        first = b.launch(ask, 1, b.array(1), b.array(2, np.int32))
+        source, target, value = b.array(1), a.array(1), a.array(1)
+        behind = b.launch(ask, 3, source, b.array(2, np.int32))  # waits for a lane
+        copied = a.off.copy(target, source)
+        await a.launch(ask, 2, value, a.array(2, np.int32))
+        await asyncio.gather(first.wait(), behind.wait())
+        assert (await a.values(target), await a.values(value)) == ([30], [20])
+
+
 async def test_opening_another_offload_while_a_kernel_calls(device_label: str) -> None:
     """Another Offload can be opened, and closed, by another task while a kernel calls: it waits for that."""
     async with calling_rig(device_label) as r:

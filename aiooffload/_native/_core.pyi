@@ -393,8 +393,9 @@ class HostStream:
     def close(self) -> None: ...
 
 calling: ContextVar[Any]
-host_steps: ContextVar[tuple[Any, ...]]
 """What a handler serves: the Caller, or the Request if that is a batch."""
+host_steps: ContextVar[tuple[Any, ...]]
+"""The operation of the host task that runs, last, and of those that submitted it from within."""
 
 class Caller:
     """A launch on the device whose kernel calls; handlers of its requests start from ``context``."""

@@ -92,7 +92,7 @@ typedef struct {
     int holds;
     int priority;
     char streamed;
-    char calling;             /* its kernel calls: 2 if a handler launched it or waits for it */
+    char calling;             /* its kernel calls: 2 if a handler launched it */
     char gate;                /* what comes after it on its lane waits behind it on the host */
     char coarse;              /* no mark of its own: it counts as done with the lane's next one */
     char instant;             /* it went to the device while it was submitted */

@@ -285,7 +285,6 @@ static int check_wait(AoOperation *op) {
 
 static PyObject *suspend(AoWait *self) {
     AoOperation *op = self->op;
-    if (check_loop(op) < 0 || check_wait(op) < 0 || want_mark(op) < 0) return NULL;
     PyObject *future = PyObject_CallMethodNoArgs(op->loop, s_create_future);
     if (!future) return NULL;
     if (add_waiter(op, future) < 0 || PyObject_SetAttr(future, s_blocking, Py_True) < 0) {
@@ -297,14 +296,17 @@ static PyObject *suspend(AoWait *self) {
 }
 
 static PySendResult wait_send(AoWait *self, PyObject *Py_UNUSED(value), PyObject **result) {
-    if (self->op->finished) {
-        *result = outcome(self->op);
-        return *result ? PYGEN_RETURN : PYGEN_ERROR;
-    }
-    if (self->future) {
+    AoOperation *op = self->op;
+    *result = NULL;
+    if (!op->finished && self->future) {
         PyErr_SetString(PyExc_RuntimeError, "resumed before the operation was done");
-        *result = NULL;
         return PYGEN_ERROR;
+    }
+    /* What the engine does when it is asked may be the end of it. */
+    if (!op->finished && (check_loop(op) < 0 || check_wait(op) < 0 || want_mark(op) < 0)) return PYGEN_ERROR;
+    if (op->finished) {
+        *result = outcome(op);
+        return *result ? PYGEN_RETURN : PYGEN_ERROR;
     }
     *result = suspend(self);
     return *result ? PYGEN_NEXT : PYGEN_ERROR;

@@ -74,17 +74,19 @@ class HostTasks:
         self._lanes.tell_on_host(operation)
         outer = tuple(step for step in context.run(_steps) if not step.finished)
         context.run(host_steps.set, (*outer, operation))
+        coroutine = self._run(operation, function)
         try:
-            task = self._loop.create_task(function(), name=f"aiooffload {operation.name}", context=context)
-        except BaseException as error:  # of the call itself, or SystemExit of an eager task's first step
+            task = self._loop.create_task(coroutine, name=f"aiooffload {operation.name}", context=context)
+        except BaseException as error:  # SystemExit, say, of an eager task's first step, which ends the loop as well
+            self.running.pop(operation, None)
             self._end(operation, None, error)
-            if not isinstance(error, Exception):
-                raise
-            return
+            raise
         self.running[operation] = task
         task.add_done_callback(lambda task: self._ended(operation, task))
-        if self._lanes.dead is not None:  # it ended everything in its first step, as an eager task may
-            self.abandon(self._lanes.dead)
+
+    async def _run(self, operation: Operation[Any], function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        self.running[operation] = asyncio.current_task()  # an eager task runs before whoever creates it has it
+        return await function()
 
     def prepare_visit(self, operation: Operation[Any], begin: Callable[[], None]) -> Callable[[], None]:
         """Let ``operation`` call ``begin`` once nothing holds it; it lasts until what this returns is called."""
@@ -125,9 +127,8 @@ class HostTasks:
         Tasks that it has started may wait for what comes after it: it need not wait for them.
         """
         task = asyncio.current_task()
-        for step in _steps():
-            # In the first step of an eager task it is not known yet.
-            if self.running.get(step, task) is task and not step.finished and waits_for([operation], step, lanes=True):
+        for step in _steps() if task is not None else ():
+            if self.running.get(step) is task and waits_for([operation], step, lanes=True):
                 raise UsageError(f"awaiting {operation!r} would wait for {step!r}, the host task that awaits it")
 
     def forget(self, operation: Operation[Any]) -> None:

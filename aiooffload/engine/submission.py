@@ -63,9 +63,10 @@ def _as_list(after: Iterable[After]) -> Iterable[After]:
         return after
     if isawaitable(after):  # asked first: a future can be iterated over
         return (after,)
-    if not isinstance(after, Iterable):
-        raise UsageError(f"after takes operations and awaitables, not {after!r}")
-    return after
+    try:
+        return list(after)
+    except TypeError:
+        raise UsageError(f"after takes operations and awaitables, not {after!r}") from None
 
 
 class Submission:

@@ -107,7 +107,7 @@ class Work(Protocol):
     stop: BaseException | None
     """What it ends with if it can be stopped."""
     calling: int
-    """Its kernel calls host functions: 1, or 2 if a host function launched it or waits for it."""
+    """Its kernel calls host functions: 1, or 2 if a host function launched it."""
     priority: int
     streamed: bool
     """It goes piece by piece: the order of its lane alone does not put others after it."""
@@ -226,11 +226,13 @@ class Scheduler(Generic[_W, _L]):
         self.adopted: set[_L] = set()
         # Such launches that nothing holds any more, by their `calling`, in order; they get a lane when they start.
         self._calls: dict[int, dict[_W, None]] = {1: {}, 2: {}}
-        # Those that host functions wait for and that have not started, held ones among them: a lane is kept for each.
+        # Those of host functions that have not started, held ones among them: a lane is kept for each.
         self._promised: dict[_W, None] = {}
         self._taken: _L | None = None  # the lane of the one that is being started
         # Launches that call and have not started, for which something is held: only they can be in its way.
         self._followed: dict[_W, None] = {}
+        # Launches that call and have not started, which host functions wait for: a pause does not keep them.
+        self._awaited: dict[_W, None] = {}
         # Barriers that were asked for: no launch that calls starts while there is one, except those of
         # host functions. Once no such launch is on the device, `board.paused` holds up all others, too.
         self.pauses = 0
@@ -352,20 +354,14 @@ class Scheduler(Generic[_W, _L]):
         return len(self._free()) > len(self._promised)
 
     def wait_in_call(self, operation: _W) -> None:
-        """A host function waits for ``operation``: what calls and comes before it may go as if that had launched it.
+        """A host function waits for ``operation``: maintenance, which waits for that, must not keep what is before it.
 
-        Else maintenance, which waits for the kernel that called the function, would keep it on the host.
+        What another engine has does not concern this one.
         """
-        for one in _ahead([operation], lanes=True, past_calls=False):
-            if one.calling == 1 and one.queue is None and not one.finished and one is not self._entering:
-                if not self.may_nest():
-                    break
-                one.calling = 2
-                self._promised[one] = None
-                if one in self._calls[1]:
-                    del self._calls[1][one]
-                    self._calls[2][one] = None
-        self._start_calls()
+        awaited = [one for one in _ahead([operation], lanes=True) if one.calling == 1]
+        self._awaited |= dict.fromkeys(one for one in awaited if one in self.held or one in self._calls[1])
+        if awaited:
+            self._start_calls()
 
     def _free(self) -> list[_L]:
         return [lane for lane in self.calling if not lane.queue.in_flight and lane is not self._taken]
@@ -485,14 +481,18 @@ class Scheduler(Generic[_W, _L]):
         while (found := self._next_call()) is not None:
             operation, lane = found
             del self._calls[operation.calling][operation]
-            self._promised.pop(operation, None)
-            self._followed.pop(operation, None)
+            self._leave(operation)
             self._board.pending -= 1
             operation.lane = self._taken = lane
             try:
                 self._enqueue(operation, lane)
             finally:
                 self._taken = None
+
+    def _leave(self, operation: _W) -> None:
+        """It starts, or never will."""
+        for launches in (self._promised, self._followed, self._awaited):
+            launches.pop(operation, None)
 
     def _next_call(self) -> tuple[_W, _L] | None:
         """Return which can start, with its lane.
@@ -506,8 +506,9 @@ class Scheduler(Generic[_W, _L]):
         if not free:
             return None
         operation = next(iter(nested), None)
-        if operation is None and not self.pauses and len(free) > kept:
-            operation = next(iter(others), None)
+        if operation is None and len(free) > kept:
+            able = (one for one in self._awaited if one in others) if self.pauses else iter(others)
+            operation = next(able, None)
         if operation is None and 0 < kept <= len(free) and any(one in others for one in self._followed):
             awaited = {dep for promised in self._promised for dep in _ahead(promised.deps or (), lanes=True)}
             operation = next((one for one in others if one in awaited), None)
@@ -662,8 +663,7 @@ class Scheduler(Generic[_W, _L]):
         for dep in operation.deps or ():  # it stands for them in histories, which hold it weakly
             dep.keep = (dep.keep, operation)
         operation.prepared = operation.steps = None
-        self._promised.pop(operation, None)
-        self._followed.pop(operation, None)
+        self._leave(operation)
         operation.finish(failure=failure)
         self.release_followers(operation)
         self._on_room()
@@ -699,6 +699,7 @@ class Scheduler(Generic[_W, _L]):
         self._crowded.clear()
         self._promised.clear()
         self._followed.clear()
+        self._awaited.clear()
         for calls in self._calls.values():
             calls.clear()
         for lane in self.lanes:
@@ -719,14 +720,14 @@ def waits_for(deps: Iterable[_W], launch: _W, *, lanes: bool = False) -> bool:
     return any(dep is launch for dep in _ahead(deps, lanes))
 
 
-def _ahead(deps: Iterable[_W], lanes: bool = False, past_calls: bool = True) -> Iterator[_W]:
-    """Iterate over ``deps`` and what those of them that have not started wait for, unless those call."""
+def _ahead(deps: Iterable[_W], lanes: bool = False) -> Iterator[_W]:
+    """Iterate over ``deps`` and what those of them that have not started wait for."""
     ahead, seen = list(deps), set()
     gates: dict[Any, dict[_W, tuple[_W, ...]]] = {}  # by lane
     while ahead:
         dep = ahead.pop()
         yield dep
-        if dep in seen or dep.queue is not None or dep.finished or (dep.calling and not past_calls):
+        if dep in seen or dep.queue is not None or dep.finished:
             continue
         seen.add(dep)
         ahead += (*(dep.deps or ()), *(dep.requires or ()))

@@ -241,7 +241,7 @@ async def test_function_that_cannot_be_called(after: bool) -> None:
 
     wrong: list[tuple[Any, str]] = [(takes, "missing 1 required")]
     if sys.version_info >= (3, 12):  # before, nothing passes for a coroutine function that is none
-        wrong.append((inspect.markcoroutinefunction(gives), "coroutine"))
+        wrong.append((inspect.markcoroutinefunction(gives), "await"))
     async with rig("host", load=False) as r:
         for function, text in wrong:
             op = r.off.host_task(function, after=[r.off.get(r.off.zeros(1, np.uint8))] if after else [])
@@ -272,6 +272,31 @@ async def test_waiting_for_itself_or_for_what_comes_after_it() -> None:
         go.set()
         assert await task == "done"
         assert (await left[0]).tolist() == [0]
+
+
+@pytest.mark.all_loops
+async def test_tasks_of_a_host_task_may_wait_for_what_comes_after_it() -> None:
+    """Also where it starts them in its first step, and where another Offload has what they wait for."""
+    async with rig("host") as r, rig("host", load=False) as other:
+        tasks: list[asyncio.Task[Any]] = []
+        go = asyncio.get_running_loop().create_future()
+
+        async def wait(index: int) -> Any:
+            return await ops[index]
+
+        async def step() -> None:
+            tasks.extend(asyncio.ensure_future(wait(index)) for index in range(2))
+            await turns()
+
+        word, there = r.word(5), other.word()
+        task = r.off.host_task(step, after=[go])
+        ops: list[ao.Operation[Any]] = [r.off.host_task(turns, after=[task])]
+        r.off.fill(word, 7, after=[task])
+        ops.append(other.off.copy(there, word))
+        go.set_result(None)
+        await task
+        await asyncio.gather(*tasks)
+        assert await other.read(there) == 7
 
 
 def test_interrupt_in_the_first_step_of_an_eager_task() -> None:

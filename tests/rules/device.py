@@ -191,6 +191,8 @@ class Device(Scheduler[Op, Line[Op]]):
         """Calling ones whose kernel is over."""
         self.calls: list[Op] = []
         """Those that call, ever."""
+        self.needed: set[Op] = set()
+        """What calls and had not started when a host function began to wait for it, or for what comes after it."""
         self.borrowers: set[Op] = set()
         """What has started on a lane that is kept for something that comes after it."""
         self.rooms = 0
@@ -237,8 +239,13 @@ class Device(Scheduler[Op, Line[Op]]):
         return op
 
     def promised(self) -> list[Op]:
-        """The launches that host functions wait for and that have not started: a calling lane is kept for each."""
+        """The launches of host functions that have not started: a calling lane is kept for each."""
         return [op for op in self.calls if op.calling == 2 and not op.finished and not op.started]
+
+    def wait_in_call(self, operation: Op) -> None:
+        waiting = [op for op in self.calls if not op.started and not op.finished]
+        self.needed |= {op for op in waiting if waits_for([operation], op, lanes=True)}
+        super().wait_in_call(operation)
 
     def is_awaited(self, op: Op) -> bool:
         """Whether a launch of a host function, which has not started, comes after ``op``."""
@@ -295,7 +302,7 @@ class Device(Scheduler[Op, Line[Op]]):
     def _check_start(self, op: Op, lane: Line[Op], waits: list[Op]) -> None:
         assert not op.finished
         assert self.dead is None
-        exempt = op.calling != 1 or self.is_awaited(op)
+        exempt = op.calling != 1 or op in self.needed or self.is_awaited(op)
         assert not (self.board.paused if exempt else self.pauses), "started during maintenance"
         free = sum(not lane.queue.in_flight for lane in self.calling)
         if op.calling == 1 and free <= len(self.promised()):

@@ -298,7 +298,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 elif device.is_awaited(op):
                     assert device.board.paused or free < kept, f"{op} could start, for those of host functions"
                 else:
-                    assert device.pauses or free <= kept, f"{op} could start"
+                    paused = device.board.paused if op in device.needed else device.pauses
+                    assert paused or free <= kept, f"{op} could start"
             else:
                 assert op.started or op in waiting or self.is_held(op), f"{op} could go to its lane"
 
@@ -891,21 +892,39 @@ def test_what_waits_in_a_pause_goes_when_a_host_function_awaits_it(what: str) ->
     assert device.board.pending == 0
 
 
-def test_a_lane_is_kept_for_what_a_host_function_awaits() -> None:
-    """One that is held, too, gets a lane as soon as it can start; where none is free it waits as it did."""
-    device = Device({0: 1}, calling=3)
+def test_no_lane_is_kept_for_what_a_host_function_awaits() -> None:
+    """What it is held by may need one. One lane after the other serves all of them, also during a pause."""
+    device = Device({0: 1}, calling=2)
     device.submit(Op(calling=1))
-    held = [device.submit(Op(calling=1), awaits=1) for _ in range(3)]
+    held = [device.submit(Op(calling=1), awaits=1) for _ in range(2)]
+    last = device.submit(Op(), after=held)
+    device.wait_in_call(last)
+    assert device.may_nest()
+    first = device.submit(Op(calling=1))
+    assert first.started
+    device.pause()
     for op in held:
-        device.wait_in_call(op)
-    assert [op.calling for op in held] == [2, 2, 1]
-    assert not device.may_nest()
-    others = [device.submit(Op(calling=1)) for _ in range(2)]
-    assert not any(op.started for op in others)
-    device.stop(held[0], Boom())
-    assert [op.started for op in others] == [True, False]
-    device.end_awaitable(held[1])
-    assert held[1].started
+        device.end_awaitable(op)
+    other = device.submit(Op(calling=1))
+    for _ in range(3):
+        device.end_calling(device.arrive(first.lane))
+    assert (last.started, other.started) == (True, False)
+    assert not device._awaited
+
+
+def test_what_another_device_has_is_not_ours() -> None:
+    """A host function that waits for what another device has changes nothing here, nor there by way of this one."""
+    here, there = (Device({0: 1}, calling=2, checked=False) for _ in range(2))
+    for device in (here, there):
+        device.submit(Op(calling=1))
+        device.pause()
+    call = there.submit(Op(calling=1))
+    visit = there.submit(Op(), after=[call])
+    here.wait_in_call(visit)
+    assert not here._awaited
+    assert not call.started
+    there.wait_in_call(visit)
+    assert call.started
 
 
 @pytest.mark.parametrize("late", [False, True])
