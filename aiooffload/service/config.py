@@ -40,7 +40,7 @@ class Config:
     insecure: bool = _setting(False, "listen on other addresses than loopback without a token")
     lanes: int = _setting(16, "streams of each device, 1 to 256", 1)
     max_queue: int = _setting(1024, "requests in the worker at a time; more get status 429", 1)
-    max_queue_mib: int = _setting(1024, "MiB of bodies in the worker at a time; more get status 429", 1)
+    max_queue_mib: int = _setting(1024, "MiB of bodies and answers in the worker; more get status 429", 1)
     concurrency: int = _setting(64, "calls of an endpoint without batching that a device has at a time", 1)
     max_connections: int = _setting(1024, "connections at a time; more are closed at once", 1)
     max_body_mib: int = _setting(64, "MiB that a request's body may have, also when decompressed", 1)

@@ -13,8 +13,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from aiooffload.service.metrics import Refused
 from aiooffload.service.protocol import error_body
 
-__all__ = ["MAX_HEAD_NBYTES", "Limits", "limited"]
+__all__ = ["ABORT", "MAX_HEAD_NBYTES", "Limits", "limited"]
 
+ABORT: Final = "aiooffload.abort"
+"""The extension of ASGI that ends a connection at once, whatever the client has still to take."""
 MAX_HEAD_NBYTES: Final = 64 << 10
 """Bytes of a request's line and headers, and of what follows without being its body: trailers, and what chunks say of
 themselves. What comes in a single piece may have more, as much as a read gives."""
@@ -96,6 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]  # as no server defines it
         self._in_head = True
         if self._deadline is None:
             self._arm()

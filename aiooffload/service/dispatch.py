@@ -16,7 +16,7 @@ from aiooffload.service.protocol import InferRequest, Tensor
 from aiooffload.service.supervisor import Supervisor
 from aiooffload.service.tensors import Data, split_rows
 
-__all__ = ["RETRY_AFTER_S", "Answer", "Dispatcher", "Refusal", "Ticket"]
+__all__ = ["RETRY_AFTER_S", "Answer", "Dispatcher", "Held", "Refusal", "Ticket"]
 
 RETRY_AFTER_S: Final = 1
 BATCHES_IN_FLIGHT: Final = 2
@@ -59,6 +59,39 @@ class Answer:
     first: bool = True
     """It is the call's first answer: what is counted once for each call is counted here."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of all outputs."""
+        return sum([len(tensor.data) for tensor in self.outputs])
+
+
+class Held:
+    """How many bytes of a request, later of its answer, the worker has for it."""
+
+    __slots__ = ("_dispatcher", "_nbytes")
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._nbytes = 0
+
+    def resize(self, nbytes: int) -> None:
+        """Hold so many instead; raises Refusal if there is no room for them."""
+        if nbytes > self._nbytes:
+            self._dispatcher.hold(nbytes - self._nbytes)
+        elif nbytes < self._nbytes:
+            self._dispatcher.let_go(self._nbytes - nbytes)
+        self._nbytes = nbytes
+
+    def replace(self, nbytes: int) -> None:
+        """Hold so many instead, which are there already, be there room or not."""
+        self._dispatcher.let_go(self._nbytes - nbytes)
+        self._nbytes = nbytes
+
+    def give(self) -> int:
+        """Leave what is held to the caller, and return how much that is."""
+        nbytes, self._nbytes = self._nbytes, 0
+        return nbytes
+
 
 @dataclass(slots=True, eq=False)
 class Ticket:
@@ -70,6 +103,7 @@ class Ticket:
     entered_at: float
     future: asyncio.Future[Answer]
     on_progress: Callable[[int, int], None] | None = None
+    held: Held | None = None
     call: _BatchCall | None = None
     """Set when it was sent."""
     timer: asyncio.TimerHandle | None = None
@@ -87,6 +121,10 @@ class _BatchCall:
     tickets: list[Ticket]
     sent_at: float
     number: int = 0
+    end: int = 0
+    """How many bytes its process had been sent with it."""
+    kept_nbytes: int = 0
+    """Of requests that ended before the call had left."""
     waiting: int = field(init=False)
     """Tickets whose client still waits."""
 
@@ -95,6 +133,7 @@ class _BatchCall:
 
     def on_answer(self, message: dict[str, Any], outputs: Sequence[memoryview]) -> None:
         self.lane.release(self.process)
+        self.dispatcher.let_go_of(self)
         if message["kind"] == "error":
             status = message["status"]
             retry = RETRY_AFTER_S if status == 503 else 0
@@ -126,6 +165,7 @@ class _BatchCall:
 
     def on_lost(self, reason: str) -> None:
         self.lane.release(self.process)
+        self.dispatcher.let_go_of(self)
         self._refuse(Refusal(503, f"the device process is gone: {reason}", "device_lost", RETRY_AFTER_S))
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -137,8 +177,10 @@ class _BatchCall:
             if ticket.on_progress is not None:
                 ticket.on_progress(done, total)
 
-    def leave(self) -> None:
+    def leave(self, ticket: Ticket) -> None:
         """A client waits no more; the last of them ends the call."""
+        if ticket.held is not None and not self.process.has_taken(self.end):
+            self.dispatcher.keep(self, ticket.held)
         self.waiting -= 1
         if not self.waiting:
             self.process.cancel(self.number)
@@ -188,7 +230,8 @@ class Dispatcher:
     max_queue
         How many requests may be in the worker, waiting or on a device.
     max_nbytes
-        How many bytes their bodies may have, those that are still being read included, as far as they have come.
+        How many bytes there may be of their bodies and answers: of a body from when it comes until the request has
+        ended and a device process has taken it, of an answer until its client has.
     concurrency
         How many calls of an endpoint without batching one device process has at a time.
 
@@ -207,6 +250,7 @@ class Dispatcher:
         self._max_nbytes = max_nbytes
         self._concurrency = concurrency
         self._lanes: dict[str, _Lane] = {}
+        self._keeping: set[_BatchCall] = set()  # each with bytes of its own in held_nbytes
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -228,6 +272,9 @@ class Dispatcher:
     def hold(self, nbytes: int) -> None:
         """Count bytes of a body, until as many are given to :meth:`let_go`; raises Refusal if they are too many."""
         if self.held_nbytes + nbytes > self._max_nbytes:
+            for call in [call for call in self._keeping if call.process.has_taken(call.end)]:
+                self.let_go_of(call)
+        if self.held_nbytes + nbytes > self._max_nbytes:
             raise Refusal(429, "too many bytes of requests are waiting already", "overloaded", RETRY_AFTER_S)
         self.held_nbytes += nbytes
 
@@ -235,12 +282,25 @@ class Dispatcher:
         """Bytes that were held are no longer there."""
         self.held_nbytes -= nbytes
 
+    def keep(self, call: _BatchCall, held: Held) -> None:
+        """Go on counting the bytes of a request that ends while they wait for the device process."""
+        call.kept_nbytes += held.give()
+        self._keeping.add(call)
+
+    def let_go_of(self, call: _BatchCall) -> None:
+        """The bytes of a call have left, or its process is gone."""
+        if call.kept_nbytes:
+            self.let_go(call.kept_nbytes)
+            call.kept_nbytes = 0
+            self._keeping.discard(call)
+
     def submit(
         self,
         declaration: Declaration,
         request: InferRequest,
         timeout_s: float | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        held: Held | None = None,
     ) -> Ticket:
         """Take a request; its ticket's future gets the Answer, or a Refusal.
 
@@ -254,6 +314,8 @@ class Dispatcher:
             After so many seconds it is refused, with 504, wherever it is; None for never.
         on_progress
             Called with what its kernels say of their progress. Such a request is never joined with others.
+        held
+            What counts its bytes; if it ends before they have left, they are counted until then.
 
         Raises
         ------
@@ -267,7 +329,7 @@ class Dispatcher:
             lane = self._renew(declaration, lane)
         now = time.monotonic()  # finer than the loop's, which is in milliseconds
         rows = request.inputs[0].shape[0] if declaration.max_batch_size else 1
-        ticket = Ticket(declaration, request, rows, now, loop.create_future(), on_progress)
+        ticket = Ticket(declaration, request, rows, now, loop.create_future(), on_progress, held)
         self.in_flight += 1
         self._idle.clear()
         if timeout_s is not None:
@@ -293,6 +355,7 @@ class Dispatcher:
             return
         ticket.ended = True
         ticket.call = None  # which has the ticket: nothing is left to the cyclic collector
+        ticket.request.inputs.clear()  # it may be in its lane for long yet
         if ticket.timer is not None:
             ticket.timer.cancel()
         self.in_flight -= 1
@@ -314,7 +377,7 @@ class Dispatcher:
         if not ticket.ended:
             self.finish(ticket, refusal)
             if call is not None:
-                call.leave()
+                call.leave(ticket)
 
     def pump(self, lane: _Lane) -> None:
         """Send what may start now and has a place."""
@@ -338,9 +401,12 @@ class Dispatcher:
             ticket.call = call
         requests = [ticket.request for ticket in tickets]
         shapes, data = _joined(requests, sum(ticket.rows for ticket in tickets))
+        for request in requests:
+            request.inputs.clear()  # joined, they are there once more
         lane.take(process)
         progress = any(ticket.on_progress is not None for ticket in tickets)
         call.number = process.call(lane.declaration.name, shapes, data, call, progress)
+        call.end = process.sent_nbytes
 
     def _set_timer(self, lane: _Lane, now: float) -> None:
         """Look again when the next call is due."""

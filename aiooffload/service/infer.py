@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 from aiooffload.log import log
 from aiooffload.service import protocol
 from aiooffload.service.app import Declaration
-from aiooffload.service.dispatch import RETRY_AFTER_S, Answer, Dispatcher, Refusal, Ticket
+from aiooffload.service.connections import ABORT
+from aiooffload.service.dispatch import RETRY_AFTER_S, Answer, Dispatcher, Held, Refusal, Ticket
 from aiooffload.service.logs import log_request
 from aiooffload.service.metrics import Metrics
 from aiooffload.service.protocol import InferRequest, ProtocolError
@@ -37,7 +38,9 @@ INFLATION: Final = 1032
 COMMENT_S: Final = 15.0
 """A stream without news has a comment so often, for whoever closes silent connections."""
 SEND_S: Final = 30.0
-"""How long a client may take to take an event."""
+"""How long a client may take to take an event, or a piece of an answer."""
+PIECE_NBYTES: Final = 256 << 10
+"""An answer that has more is sent in such pieces, and is held until the client has taken it."""
 BUG: Final = "the server failed; its log says how"
 JSON: Final = (b"content-type", b"application/json")
 _TRACE_NBYTES: Final = 128
@@ -146,24 +149,6 @@ class _Record:
         self.status, self.outcome, self.error = status, outcome, str(error)
 
 
-class _Held:
-    """How many bytes of its body a request has in the worker."""
-
-    __slots__ = ("_dispatcher", "_nbytes")
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        self._nbytes = 0
-
-    def resize(self, nbytes: int) -> None:
-        """Hold so many instead; raises Refusal if there is no room for them."""
-        if nbytes > self._nbytes:
-            self._dispatcher.hold(nbytes - self._nbytes)
-        elif nbytes < self._nbytes:
-            self._dispatcher.let_go(self._nbytes - nbytes)
-        self._nbytes = nbytes
-
-
 class _Progress:
     """What kernels said last, and a way to wait for more."""
 
@@ -201,7 +186,7 @@ class Infer:
         asked: Headers = dict(scope["headers"])
         record.traceparent = header(asked, b"traceparent")[:_TRACE_NBYTES]
         headers: list[tuple[bytes, bytes]]
-        held = _Held(self._site.dispatcher)
+        held = Held(self._site.dispatcher)
         try:
             path = scope["path_params"]
             declaration = self._site.declaration(path["model"], path.get("version", ""))
@@ -211,11 +196,18 @@ class Infer:
             request = await self._read(declaration, asked, receive, held)
             record.id = request.id
             if streamed:
-                await self._stream(declaration, request, asked, receive, send, record)
+                await self._stream(declaration, request, asked, receive, send, record, held)
                 self._note(record)
                 return
-            headers, body = await self._answer(declaration, request, asked, receive, record)
+            headers, body = await self._answer(declaration, request, asked, receive, record, held)
             record.status = 200
+            if len(body) > PIECE_NBYTES:
+                headers.append((b"content-length", b"%d" % len(body)))
+                self._may_close(record, headers)
+                await _send_in_time(send, {"type": "http.response.start", "status": 200, "headers": headers})
+                await _send_rest(send, body)
+                self._note(record)
+                return
         except ProtocolError as error:
             record.fail(error.status, "invalid", error)
             headers, body = [JSON], protocol.error_body(str(error))
@@ -225,6 +217,8 @@ class Infer:
             if error.retry_after_s:
                 headers.append((b"retry-after", b"%d" % error.retry_after_s))
         except ClientGone as error:
+            if record.status:  # it has a part of its response, which keeps the connection open until it is taken
+                scope["extensions"][ABORT]()
             record.fail(499, "cancelled", error)
             self._note(record)
             return
@@ -236,17 +230,28 @@ class Infer:
             headers, body = [JSON], protocol.error_body(BUG)
         finally:
             held.resize(0)
-        if self._site.dispatcher.draining or record.status == 413:
-            headers.append((b"connection", b"close"))
+        self._may_close(record, headers)
         self._note(record)
         await send_whole(send, record.status, headers, body)
 
+    def _may_close(self, record: _Record, headers: list[tuple[bytes, bytes]]) -> None:
+        """Let the connection end with this response, where it is to be the last."""
+        if self._site.dispatcher.draining or record.status == 413:
+            headers.append((b"connection", b"close"))
+
     async def _answer(
-        self, declaration: Declaration, request: InferRequest, asked: Headers, receive: Receive, record: _Record
+        self,
+        declaration: Declaration,
+        request: InferRequest,
+        asked: Headers,
+        receive: Receive,
+        record: _Record,
+        held: Held,
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
         """Return headers and body of a response that is a success."""
-        ticket = self._site.dispatcher.submit(declaration, request, self._timeout_s(asked, request))
+        ticket = self._site.dispatcher.submit(declaration, request, self._timeout_s(asked, request), held=held)
         record.answer = answer = await self._wait(ticket, receive)
+        held.replace(answer.nbytes)
         slow_nbytes = sum(len(answer.outputs[wanted.place].data) for wanted in request.outputs if not wanted.binary)
         body, json_nbytes = await _maybe_in_thread(
             slow_nbytes, protocol.encode_response, declaration, request, answer.outputs
@@ -261,6 +266,8 @@ class Infer:
             body, encoding = await _maybe_in_thread(len(body), protocol.compress, body, accepted)
             if encoding:
                 headers.append((b"content-encoding", encoding.encode()))
+        answer.outputs.clear()
+        held.replace(len(body))
         return headers, body
 
     async def _stream(
@@ -271,13 +278,14 @@ class Infer:
         receive: Receive,
         send: Send,
         record: _Record,
+        held: Held,
     ) -> None:
         """Answer with server-sent events: ``progress`` as kernels say it, then one ``result`` or ``error``."""
         if any(wanted.binary for wanted in request.outputs):
             raise ProtocolError("a stream of events has no binary outputs")
         progress = _Progress()
         timeout_s = self._timeout_s(asked, request)
-        ticket = self._site.dispatcher.submit(declaration, request, timeout_s, progress.said)
+        ticket = self._site.dispatcher.submit(declaration, request, timeout_s, progress.said, held)
         ticket.future.add_done_callback(progress.ended)
         watch = asyncio.create_task(self._watch(ticket, receive))
         record.status = 200
@@ -290,19 +298,21 @@ class Infer:
             try:
                 record.answer = answer = ticket.future.result()
                 body, _ = protocol.encode_response(declaration, request, answer.outputs)
+                answer.outputs.clear()
                 last = _event("result", body)
+                held.replace(len(last))
             except ProtocolError as error:
                 record.fail(error.status, "invalid", error)
                 last = _event("error", orjson.dumps({"error": str(error), "status": error.status}))
             except Refusal as error:
                 record.fail(error.status, error.outcome, error)
                 last = _event("error", orjson.dumps({"error": str(error), "status": error.status}))
-            await _send_in_time(send, {"type": "http.response.body", "body": last})
+            await _send_rest(send, last)
         finally:
             watch.cancel()
             self._site.dispatcher.abandon(ticket, Refusal(499, "the request was cancelled", "cancelled"))
 
-    async def _read(self, declaration: Declaration, asked: Headers, receive: Receive, held: _Held) -> InferRequest:
+    async def _read(self, declaration: Declaration, asked: Headers, receive: Receive, held: Held) -> InferRequest:
         site = self._site
         # What was only announced is not held: a few clients that send nothing would keep all others out.
         body = await read_body(asked, receive, site.max_body_nbytes, held.resize)
@@ -416,3 +426,11 @@ async def _send_in_time(send: Send, message: Any) -> None:
             await send(message)
     except TimeoutError:
         raise ClientGone("the client does not read") from None
+
+
+async def _send_rest(send: Send, body: bytes) -> None:
+    """Send the rest of a response in pieces; when it is done, nothing to speak of waits for the client to take it."""
+    for at in range(0, len(body), PIECE_NBYTES):
+        piece = body[at : at + PIECE_NBYTES]
+        await _send_in_time(send, {"type": "http.response.body", "body": piece, "more_body": True})
+    await _send_in_time(send, {"type": "http.response.body", "body": b""})

@@ -75,6 +75,7 @@ class DeviceProcess(asyncio.Protocol):
         self.app_name = ""
         self.declarations: list[Declaration] = []
         self.calls: dict[int, tuple[float, Call]] = {}  # in flight, with their time of sending, oldest first
+        self.sent_nbytes = 0  # in all, with what still waits for it to read
         self.stats: dict[str, Any] = {}
         self.lag_s = 0.0
         self.fault = ""  # why the device process itself said that it ends
@@ -213,7 +214,15 @@ class DeviceProcess(asyncio.Protocol):
 
     def _send(self, message: dict[str, Any], data: Sequence[Data] = ()) -> None:
         if self._transport is not None and not self.gone.is_set():
-            self._transport.writelines(frames.encode(message, data))
+            pieces = frames.encode(message, data)
+            self.sent_nbytes += sum(map(len, pieces))
+            self._transport.writelines(pieces)
+
+    def has_taken(self, nbytes: int) -> bool:
+        """Whether so many of the bytes that were sent in all are no longer in this process."""
+        if self._transport is None or self.gone.is_set():
+            return True
+        return self.sent_nbytes - self._transport.get_write_buffer_size() >= nbytes
 
     # -- calls -----------------------------------------------------------------------------
 

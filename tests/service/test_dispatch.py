@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiooffload.service.app import Declaration
-from aiooffload.service.dispatch import Dispatcher, Refusal, Ticket
+from aiooffload.service.dispatch import Dispatcher, Held, Refusal, Ticket
 from aiooffload.service.protocol import InferRequest, Tensor
 from aiooffload.service.tensors import DATATYPES, Spec, pack_bytes
 
@@ -48,11 +48,17 @@ class Process:
         self.sent: list[tuple[str, Any, list[bytes], bool]] = []
         self.cancelled: list[int] = []
         self.called = asyncio.Event()
+        self.sent_nbytes = 0
+        self.taken_nbytes = 0
+
+    def has_taken(self, nbytes: int) -> bool:
+        return self.taken_nbytes >= nbytes
 
     def call(self, endpoint: str, shapes: Any, data: Any, call: Any, progress: bool) -> int:
         number = len(self.sent)
         self.calls[number] = call
         self.sent.append((endpoint, shapes, [bytes(one) for one in data], progress))
+        self.sent_nbytes += sum(map(len, data))
         self.called.set()
         return number
 
@@ -234,6 +240,54 @@ async def test_bytes_are_limited() -> None:
     dispatcher.let_go(60)
     dispatcher.hold(1)
     assert dispatcher.held_nbytes == 41
+
+
+def submit_held(dispatcher: Dispatcher, nbytes: int, **options: Any) -> tuple[Ticket, Held]:
+    held = Held(dispatcher)
+    held.resize(nbytes)
+    return submit(dispatcher, SINGLE, numbers(1), held=held, **options), held
+
+
+@pytest.mark.parametrize("how", ["taken", "answered", "lost"])
+async def test_bytes_count_until_they_have_left(how: str) -> None:
+    """The bytes of a request that ends while they wait for the device process keep their room until they are gone."""
+    process = Process()
+    dispatcher = dispatcher_of(process)
+    early, first = submit_held(dispatcher, 10)
+    process.taken_nbytes = process.sent_nbytes
+    late, second = submit_held(dispatcher, 60)
+    for ticket, held in ((early, first), (late, second)):
+        dispatcher.abandon(ticket, Refusal(504, "too late", "timeout"))
+        await refusal_of(ticket)
+        held.resize(0)
+    with pytest.raises(Refusal, match="too many bytes"):
+        dispatcher.hold(41)
+    dispatcher.hold(40)
+    dispatcher.let_go(40)
+    if how == "taken":
+        process.taken_nbytes = process.sent_nbytes
+    elif how == "answered":
+        process.fail(1, 499)
+    else:
+        process.calls.pop(1).on_lost("a fault")
+    dispatcher.hold(100)
+    dispatcher.let_go(100)
+    assert dispatcher.held_nbytes == 0
+
+
+async def test_inputs_do_not_outlive_their_request() -> None:
+    """What waits in a lane, and what was joined with others, keeps nothing that is not needed any more."""
+    process = Process()
+    dispatcher = dispatcher_of(process, concurrency=1)
+    tickets = [submit(dispatcher, SINGLE, numbers(i)) for i in range(2)]
+    assert not tickets[0].request.inputs
+    assert tickets[1].request.inputs
+    dispatcher.abandon(tickets[1], Refusal(504, "too late", "timeout"))
+    assert not tickets[1].request.inputs
+    process.echo(0)
+    assert len(process.sent) == 1
+    await asyncio.wait([ticket.future for ticket in tickets])
+    await refusal_of(tickets[1])
 
 
 async def test_no_device() -> None:

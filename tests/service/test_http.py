@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from tritonclient.utils import InferenceServerException
 
 from aiooffload.service.app import Declaration
-from aiooffload.service.dispatch import Answer, Refusal
+from aiooffload.service.dispatch import Answer, Held, Refusal
 from aiooffload.service.http import make_app
 from aiooffload.service.infer import Site
 from aiooffload.service.protocol import Tensor
@@ -296,7 +296,7 @@ class Echo:
     def let_go(self, nbytes: int) -> None:
         self.held_nbytes -= nbytes
 
-    def submit(self, declaration: Declaration, request: Any, timeout_s: float | None) -> Any:
+    def submit(self, declaration: Declaration, request: Any, timeout_s: float | None, held: Held) -> Any:
         future = asyncio.get_running_loop().create_future()
         if timeout_s == 0:
             future.set_exception(Refusal(504, "no time", "timeout"))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from aiooffload.service import infer as module
-from tests.service.support import ask, infer, infer_body, output
+from aiooffload.service import protocol
+from tests.service.support import ask, infer, infer_body, output, running, until
 
 HEAD = "POST /v2/models/{}/infer?stream=1 HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\nconnection: close\r\n\r\n"
 
@@ -117,6 +118,73 @@ async def test_comments_keep_a_silent_stream_open(monkeypatch: pytest.MonkeyPatc
     progress.said(2, 3)
     assert await progress.next() == b'event: progress\ndata: {"done":2,"total":3}\n\n'
     assert await progress.next() == b":\n\n"
+
+
+LARGE = 6_000_000
+ANSWERS = pytest.mark.parametrize(
+    ("query", "more", "nbytes"),
+    [
+        ("", {"parameters": {"binary_data_output": True}}, 8 * LARGE),
+        ("", {"outputs": [{"name": "y"}]}, 9 * LARGE),
+        ("?stream=1", {"outputs": [{"name": "y"}]}, 9 * LARGE),
+    ],
+    ids=["binary", "JSON", "stream"],
+)
+
+
+async def ask_without_reading(port: int, query: str, more: dict[str, Any]) -> Stream:
+    """Ask for an answer of many MiB and read its headers; the rest waits."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+    body = infer_body("INT32", [LARGE], **more)
+    writer.write(HEAD.format("large", len(body)).replace("?stream=1", query).encode() + body)
+    answer = Stream(reader, writer)
+    await answer.head()
+    return answer
+
+
+@ANSWERS
+async def test_answers_count_until_they_were_taken(query: str, more: dict[str, Any], nbytes: int) -> None:
+    """While a client does not read, what waits for it leaves no room for others; when it has read, all came."""
+    async with running(max_queue_mib=1, max_body_mib=1) as worker:
+        answer = await ask_without_reading(worker.port, query, more)
+        await until(lambda: worker.dispatcher.held_nbytes > nbytes)
+        refused = await infer(worker.port, "double", [1.0])
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert len(await answer.rest()) > nbytes
+        answer.writer.close()
+        await until(lambda: not worker.dispatcher.held_nbytes)
+        assert output(await infer(worker.port, "double", [1.0]), "y") == [2.0]
+
+
+async def test_answers_count_while_they_are_put_into_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that waits for its turn in a thread leaves no room for others either."""
+    held, encode = list[int](), protocol.encode_response
+
+    def note(*arguments: Any) -> Any:
+        held.append(worker.dispatcher.held_nbytes)
+        return encode(*arguments)
+
+    monkeypatch.setattr(protocol, "encode_response", note)
+    async with running() as worker:
+        assert (await infer(worker.port, "large", 100_000)).status == 200
+        assert held == [800_000]
+
+
+@ANSWERS
+async def test_client_that_does_not_take_its_answer(
+    query: str, more: dict[str, Any], nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut off, and nothing of its answer stays, in the connection neither."""
+    monkeypatch.setattr(module, "SEND_S", 0.05)
+    async with running() as worker:
+        answer = await ask_without_reading(worker.port, query, more)
+        assert worker._server is not None
+        connections = worker._server.server_state.connections
+        await until(lambda: not connections)
+        assert worker.dispatcher.held_nbytes == 0
+        metrics = (await ask(worker.port, "GET /metrics")).body.decode()
+        assert 'aiooffload_requests_total{endpoint="large",outcome="cancelled"} 1.0' in metrics
+        answer.writer.transport.abort()
 
 
 async def test_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

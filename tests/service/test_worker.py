@@ -217,6 +217,27 @@ async def test_bodies_that_do_not_come_keep_nobody_out() -> None:
         await until(lambda: not worker.dispatcher.held_nbytes)
 
 
+async def test_bodies_count_until_the_device_process_has_taken_them() -> None:
+    """A request that ran out of time makes no room for others while its body waits for a process that is held up."""
+    head = "POST /v2/models/echo_UINT8/infer"
+    n = 1_000_000
+    text = b'{"inputs": [{"name": "x", "datatype": "UINT8", "shape": [1, %d], "parameters": {"binary_data_size": %d}}]}'
+    large = text % (n, n) + bytes(n)
+    headers = {"inference-header-content-length": len(large) - n}
+    in_no_time = {"x-request-timeout-ms": 50}
+    async with running(max_queue_mib=1, max_body_mib=1) as worker:
+        with held(worker.supervisor.ready[0].pid):
+            assert (await infer(worker.port, "double", [1.0], headers=in_no_time)).status == 504
+            await until(lambda: not worker.dispatcher.in_flight)
+            assert worker.dispatcher.held_nbytes == 0  # the socket has room for a small one
+            assert (await ask(worker.port, head, large, headers=headers | in_no_time)).status == 504
+            assert (worker.dispatcher.in_flight, worker.dispatcher.held_nbytes) == (0, len(large))
+            refused = await ask(worker.port, head, bytes(100_000))
+            assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        await until(lambda: not worker.dispatcher.held_nbytes)
+        assert (await ask(worker.port, head, large, headers=headers)).status == 200
+
+
 async def test_handlers_may_use_their_arrays_again() -> None:
     """An answer is what the handler returned, whatever becomes of its array before the answer is sent."""
     async with running() as worker:
