@@ -12,7 +12,8 @@ import numpy as np
 
 from aiooffload.errors import UsageError
 from aiooffload.offload import Offload
-from aiooffload.service.tensors import MAX_RANK, Data, Spec, array_of, data_of, datatype_of
+from aiooffload.service.tensors import MAX_RANK, Data, Datatype, Spec, array_of, data_of, datatype_of
+from aiooffload.service.threads import THREAD_FROM_NBYTES, maybe_in_thread
 
 __all__ = ["App", "Declaration", "Endpoint", "Handler", "RequestError"]
 
@@ -92,14 +93,23 @@ class Endpoint:
         self, off: Offload, shapes: Sequence[Sequence[int]], data: Sequence[Data]
     ) -> tuple[list[tuple[int, ...]], list[Data]]:
         """Call the handler with tensors as bytes, in the declared order; return shapes and bytes of the outputs."""
-        specs = self.declaration.inputs
-        inputs = {
-            spec.name: array_of(spec.datatype, shape, content)
-            for spec, shape, content in zip(specs, shapes, data, strict=True)
-        }
+        inputs = {}
+        for spec, shape, content in zip(self.declaration.inputs, shapes, data, strict=True):
+            if spec.datatype.nbytes:
+                inputs[spec.name] = array_of(spec.datatype, shape, content)
+            else:
+                inputs[spec.name] = await maybe_in_thread(len(content), array_of, spec.datatype, shape, content)
         arrays = await self(off, inputs)
-        outputs = [(spec, arrays[spec.name]) for spec in self.declaration.outputs]
-        return [array.shape for _, array in outputs], [data_of(spec.datatype, array) for spec, array in outputs]
+        outputs = [(spec.datatype, arrays[spec.name]) for spec in self.declaration.outputs]
+        slow_nbytes = sum([array.nbytes for datatype, array in outputs if not datatype.nbytes])
+        if slow_nbytes >= THREAD_FROM_NBYTES:  # the handler's next call may write to what it returned
+            outputs = [(datatype, array.copy() if datatype.nbytes else array) for datatype, array in outputs]
+        contents = await maybe_in_thread(slow_nbytes, _contents, outputs)
+        return [array.shape for _, array in outputs], contents
+
+
+def _contents(outputs: Sequence[tuple[Datatype, np.ndarray[Any, Any]]]) -> list[Data]:
+    return [data_of(datatype, array) for datatype, array in outputs]
 
 
 def _checked(declaration: Declaration, result: object, rows: int | None) -> dict[str, np.ndarray[Any, Any]]:

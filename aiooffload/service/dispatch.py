@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from aiooffload.service.process import DeviceProcess
 from aiooffload.service.protocol import InferRequest, Tensor
 from aiooffload.service.supervisor import Supervisor
 from aiooffload.service.tensors import Data, split_rows
+from aiooffload.service.threads import THREAD_FROM_NBYTES
 
 __all__ = ["RETRY_AFTER_S", "Answer", "Dispatcher", "Held", "Refusal", "Ticket"]
 
@@ -138,26 +139,41 @@ class _BatchCall:
             status = message["status"]
             retry = RETRY_AFTER_S if status == 503 else 0
             self._refuse(Refusal(status, message["text"], _OUTCOMES.get(status, "failed"), retry))
+        elif self._is_slow(outputs):
+            self.dispatcher.start(self._resolve_in_thread(message, outputs))
         else:
-            self._resolve(message, outputs)
+            self._resolve(message, self._split(message, outputs))
         self.dispatcher.pump(self.lane)
 
-    def _resolve(self, message: dict[str, Any], outputs: Sequence[memoryview]) -> None:
+    def _is_slow(self, outputs: Sequence[memoryview]) -> bool:
+        """Whether rows are to be found in so much of BYTES that the loop would be held up."""
+        if len(self.tickets) == 1:
+            return False
+        specs = self.lane.declaration.outputs
+        nbytes = [len(data) for spec, data in zip(specs, outputs, strict=True) if not spec.datatype.nbytes]
+        return sum(nbytes) >= THREAD_FROM_NBYTES
+
+    async def _resolve_in_thread(self, message: dict[str, Any], outputs: Sequence[memoryview]) -> None:
+        self._resolve(message, await asyncio.to_thread(self._split, message, outputs))
+
+    def _split(self, message: dict[str, Any], outputs: Sequence[memoryview]) -> list[list[Tensor]]:
+        """Return the outputs of each ticket."""
         shapes = [tuple(shape) for shape in message["shapes"]]
-        tickets = self.tickets
-        if len(tickets) == 1:
-            each = [[Tensor(shape, data) for shape, data in zip(shapes, outputs, strict=True)]]
-        else:
-            rows = [ticket.rows for ticket in tickets]
-            specs = self.lane.declaration.outputs
-            columns = [
-                [
-                    Tensor((count, *shape[1:]), piece)
-                    for count, piece in zip(rows, split_rows(spec.datatype, shape, data, rows), strict=True)
-                ]
-                for spec, shape, data in zip(specs, shapes, outputs, strict=True)
+        if len(self.tickets) == 1:
+            return [[Tensor(shape, data) for shape, data in zip(shapes, outputs, strict=True)]]
+        rows = [ticket.rows for ticket in self.tickets]
+        specs = self.lane.declaration.outputs
+        columns = [
+            [
+                Tensor((count, *shape[1:]), piece)
+                for count, piece in zip(rows, split_rows(spec.datatype, shape, data, rows), strict=True)
             ]
-            each = [list(row) for row in zip(*columns, strict=True)]
+            for spec, shape, data in zip(specs, shapes, outputs, strict=True)
+        ]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _resolve(self, message: dict[str, Any], each: list[list[Tensor]]) -> None:
+        tickets = self.tickets
         label = self.process.device["label"]
         for ticket, tensors in zip(tickets, each, strict=True):
             times = self.sent_at - ticket.entered_at, message["handler_s"], message["device_s"]
@@ -251,6 +267,7 @@ class Dispatcher:
         self._concurrency = concurrency
         self._lanes: dict[str, _Lane] = {}
         self._keeping: set[_BatchCall] = set()  # each with bytes of its own in held_nbytes
+        self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -338,6 +355,12 @@ class Dispatcher:
         lane.batcher.put(ticket, rows, (alone, *(tensor.shape[1:] for tensor in request.inputs)), now)
         self.pump(lane)
         return ticket
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Let something go on that a ticket waits for."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _renew(self, declaration: Declaration, old: _Lane | None) -> _Lane:
         """Return a lane for an endpoint that is new, or was declared anew by another device process."""

@@ -22,6 +22,7 @@ from aiooffload.service.logs import log_request
 from aiooffload.service.metrics import Metrics
 from aiooffload.service.protocol import InferRequest, ProtocolError
 from aiooffload.service.supervisor import Supervisor
+from aiooffload.service.threads import maybe_in_thread
 
 __all__ = ["BUG", "DEADLINE", "JSON", "ClientGone", "Infer", "Site", "header", "natural", "read_body", "send_whole"]
 
@@ -31,8 +32,6 @@ MOST_DEADLINE_MS: Final = 86_400_000
 WATCH_AFTER_S: Final = 0.02
 """A request that takes longer is watched for its client going away; for shorter ones that is not worth its price."""
 COMPRESS_FROM_NBYTES: Final = 1024
-THREAD_FROM_NBYTES: Final = 256 << 10
-"""Work on so many bytes that takes longer than copying them is left to a thread."""
 INFLATION: Final = 1032
 """How many bytes one of a compressed body can stand for."""
 COMMENT_S: Final = 15.0
@@ -253,7 +252,7 @@ class Infer:
         record.answer = answer = await self._wait(ticket, receive)
         held.replace(answer.nbytes)
         slow_nbytes = sum(len(answer.outputs[wanted.place].data) for wanted in request.outputs if not wanted.binary)
-        body, json_nbytes = await _maybe_in_thread(
+        body, json_nbytes = await maybe_in_thread(
             slow_nbytes, protocol.encode_response, declaration, request, answer.outputs
         )
         headers = [JSON]
@@ -263,7 +262,7 @@ class Infer:
                 (protocol.HEADER_LENGTH.encode(), b"%d" % json_nbytes),
             ]
         if len(body) >= COMPRESS_FROM_NBYTES and (accepted := header(asked, b"accept-encoding")):
-            body, encoding = await _maybe_in_thread(len(body), protocol.compress, body, accepted)
+            body, encoding = await maybe_in_thread(len(body), protocol.compress, body, accepted)
             if encoding:
                 headers.append((b"content-encoding", encoding.encode()))
         answer.outputs.clear()
@@ -318,7 +317,7 @@ class Infer:
         body = await read_body(asked, receive, site.max_body_nbytes, held.resize)
         if encoding := header(asked, b"content-encoding"):
             most = site.max_body_nbytes
-            body = await _maybe_in_thread(len(body) * INFLATION, protocol.decompress, body, encoding, most)
+            body = await maybe_in_thread(len(body) * INFLATION, protocol.decompress, body, encoding, most)
         held.resize(len(body))
         json_nbytes = natural(asked, protocol.HEADER_LENGTH.encode(), len(body))
         slow_nbytes = len(body) if json_nbytes is None else json_nbytes
@@ -326,7 +325,7 @@ class Infer:
             raise ProtocolError(f"more than {site.max_json_nbytes} bytes of JSON: send tensors in binary form", 413)
         if any(not spec.datatype.nbytes for spec in declaration.inputs):  # BYTES is looked at element by element
             slow_nbytes = len(body)
-        request: InferRequest = await _maybe_in_thread(
+        request: InferRequest = await maybe_in_thread(
             slow_nbytes, protocol.parse_request, declaration, body, json_nbytes
         )
         return request
@@ -397,12 +396,6 @@ def natural(headers: Headers, name: bytes, most: int) -> int | None:
     if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) > most:
         raise ProtocolError(f"{name.decode()} is a number from 0 to {most}, not {text[:32]!r}")
     return int(text)
-
-
-async def _maybe_in_thread(nbytes: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    if nbytes < THREAD_FROM_NBYTES:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
 
 
 def _is_streamed(query: bytes) -> bool:

@@ -129,12 +129,13 @@ class Spec:
         return cls(metadata["name"], DATATYPES[metadata["datatype"]], tuple(metadata["shape"]))
 
 
-def pack_bytes(elements: Iterable[bytes]) -> bytes:
+def pack_bytes(elements: Iterable[bytes]) -> bytearray:
     """Return the binary form of a BYTES tensor."""
-    parts: list[bytes] = []
+    data = bytearray()
     for element in elements:
-        parts += (_LENGTH.pack(len(element)), element)
-    return b"".join(parts)
+        data += _LENGTH.pack(len(element))
+        data += element
+    return data
 
 
 def _ends(data: Data) -> Iterator[tuple[int, int]]:
@@ -158,7 +159,12 @@ def _ends(data: Data) -> Iterator[tuple[int, int]]:
 
 def bytes_elements(data: Data) -> list[bytes]:
     """Return the elements of a BYTES tensor; raises ValueError where the data ends within one."""
-    return [bytes(data[start:end]) for start, end in _ends(data)]
+    return list(_elements(data))
+
+
+def _elements(data: Data) -> Iterator[bytes]:
+    content = bytes(data)
+    return (content[start:end] for start, end in _ends(content))
 
 
 def array_of(datatype: Datatype, shape: Sequence[int], data: Data) -> np.ndarray[Any, Any]:
@@ -171,10 +177,7 @@ def array_of(datatype: Datatype, shape: Sequence[int], data: Data) -> np.ndarray
     """
     if datatype.nbytes:
         return np.frombuffer(data, datatype.dtype).reshape(shape)
-    elements = bytes_elements(data)
-    array = np.empty(len(elements), object)
-    array[:] = elements
-    return array.reshape(shape)
+    return np.fromiter(_elements(data), object).reshape(shape)
 
 
 def data_of(datatype: Datatype, array: np.ndarray[Any, Any]) -> Data:

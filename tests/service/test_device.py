@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 
 import aiooffload as ao
+from aiooffload.service import app as module
 from aiooffload.service.app import RequestError
 from aiooffload.service.device import DeviceProcess, Link, ServedOffload, load_app
 from aiooffload.service.frames import encode
+from aiooffload.service.tensors import Datatype, pack_bytes
 from tests.service import sample_app
 
 
@@ -159,6 +162,50 @@ async def test_bound_launch_belongs_to_the_call_that_makes_it() -> None:
         await front.heard("error", call=1)
         with pytest.raises(asyncio.CancelledError):
             await operation
+
+
+MANY = 70_000
+
+
+@pytest.mark.parametrize("step", ["array_of", "data_of"])
+async def test_large_bytes_do_not_hold_up_the_loop(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While many elements of BYTES are converted, other calls are answered; what the handler returned stays as it was.
+
+    Its next call may write to the arrays.
+    """
+    real, begun, go_on = getattr(module, step), threading.Event(), threading.Event()
+
+    def slow(datatype: Datatype, *arguments: Any) -> Any:
+        if not datatype.nbytes:
+            begun.set()
+            assert go_on.wait(10)
+        return real(datatype, *arguments)
+
+    app, scratch = ao.App(), np.array([1], np.int32)
+
+    @app.endpoint("texts", inputs={"x": (bytes, (-1,))}, outputs={**sample_app.COUNT, "y": (bytes, (-1,))})
+    async def texts(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        return {"y": x, "count": scratch}
+
+    @app.endpoint("number", inputs=sample_app.NUMBER, outputs=sample_app.COUNT)
+    async def number(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
+        return {"count": x}
+
+    monkeypatch.setattr(module, step, slow)
+    data = pack_bytes([b"x"] * MANY)
+    async with device_of(app) as (front, _):
+        assert front._receive is not None
+        message = {"kind": "call", "call": 1, "endpoint": "texts", "shapes": [[MANY]], "sizes": [len(data)]}
+        front._receive(message, memoryview(data))
+        await asyncio.to_thread(begun.wait, 10)
+        front.call(2, "number", 7)
+        await front.heard("result", call=2)
+        if step == "data_of":
+            scratch[:] = 2
+        go_on.set()
+        answer = await front.heard("result", call=1)
+        assert answer["shapes"] == [(1,), (MANY,)]
+        assert answer["data"] == [np.int32(1).tobytes(), data]
 
 
 @pytest.mark.parametrize("handled", [False, True])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from aiooffload.service import dispatch
 from aiooffload.service.app import Declaration
 from aiooffload.service.dispatch import Dispatcher, Held, Refusal, Ticket
 from aiooffload.service.protocol import InferRequest, Tensor
@@ -183,6 +185,32 @@ async def test_waiting_requests_share_a_call() -> None:
     assert [values(answer.outputs[1:]) for answer in answers] == [[[0]], [[1]], [[2, 3]], [[4]], [[5, 6]]]
     assert [bytes(answer.outputs[0].data) for answer in answers[2:4]] == [texts("2", "three").data, texts("").data]
     assert [answer.outputs[0].shape for answer in answers] == [(1,), (1,), (2,), (1,), (2,)]
+
+
+async def test_large_bytes_are_split_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the rows of many bytes are looked for, the loop turns; then each request gets its own."""
+    real, begun, go_on = dispatch.split_rows, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(dispatch, "split_rows", slow)
+    process = Process()
+    dispatcher = dispatcher_of(process, concurrency=1)
+    large = [texts("a" * 200_000), texts("b" * 200_000)]
+    tickets = [submit(dispatcher, JOINED, numbers(i), texts("")) for i in range(2)]  # both places
+    tickets += [submit(dispatcher, JOINED, numbers(i), large[i]) for i in range(2)]
+    process.echo(0)
+    process.echo(1)
+    process.echo(2)
+    await asyncio.to_thread(begun.wait, 10)
+    go_on.set()
+    answers = [await ticket.future for ticket in tickets[2:]]
+    assert [bytes(answer.outputs[0].data) for answer in answers] == [bytes(one.data) for one in large]
+    assert [values(answer.outputs[1:]) for answer in answers] == [[[0]], [[1]]]
+    await asyncio.gather(*(ticket.future for ticket in tickets[:2]))
 
 
 async def test_delay_waits_for_others(clock: Clock) -> None:
