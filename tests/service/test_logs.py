@@ -203,9 +203,20 @@ def test_line_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     room = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
+    put, refused = os.write, threading.Event()
+
+    def noted(number: int, data: bytes) -> int:
+        try:
+            return put(number, data)
+        except BlockingIOError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(os, "write", noted)
     with os.fdopen(write, "w") as file:
         writer = LineWriter(file)
         writer.write_line("x" * (room + 1))  # a pipe takes what it has room for
+        assert refused.wait(10)
         assert os.read(read, room) == b"x" * room
         writer.write_line("next")
         writer.close()
