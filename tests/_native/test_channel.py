@@ -1134,11 +1134,12 @@ async def test_closed_during_a_long_drain(host: Host) -> None:
     host.attach()
     served = 0
 
-    async def handler() -> None:
+    def handler() -> Any:
         nonlocal served
         served += 1
         if served == 512:  # PUBLISH_EVERY
             host.channel.close()
+        return nothing()
 
     host.add(1, handler)
     for _ in range(600):
