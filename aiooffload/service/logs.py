@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
 import os
 import select
+import stat
+import struct
 import sys
+import termios
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,6 +23,9 @@ import orjson
 import structlog
 
 __all__ = ["LineWriter", "bridge_logging", "configure_logs", "log_request"]
+
+_MOST_NBYTES: Final = 1 << 20
+"""Of one write to what is no pipe."""
 
 
 class LineWriter:
@@ -46,6 +53,9 @@ class LineWriter:
         self._number: int | None = None
         with suppress(io.UnsupportedOperation):
             self._number = file.fileno()
+        self._room = 0  # of a pipe
+        if self._number is not None and stat.S_ISFIFO(os.fstat(self._number).st_mode):
+            self._room = fcntl.fcntl(self._number, fcntl.F_GETPIPE_SZ)
         self._cut = False  # the last write ended in the middle of a line
         self._lines: deque[str] = deque()
         self._lost = 0
@@ -77,10 +87,17 @@ class LineWriter:
     def _write(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         lost, self._lost = self._lost, 0
-        for some in _portions(lines):
+        for some in _portions(lines, self._most_nbytes):
             lost += 0 if self._put(some) else len(some)
         if lost and not self._put([self._notice(lost).encode()]):
             self._lost += lost
+
+    def _most_nbytes(self) -> int:
+        """How many bytes one write may have, so that a pipe keeps them together. Each gives up the interpreter once."""
+        if self._room == 0:
+            return _MOST_NBYTES
+        queued = struct.unpack("i", fcntl.ioctl(self._number or 0, termios.FIONREAD, bytes(4)))[0]
+        return select.PIPE_BUF if queued else self._room // 4  # of an empty one four processes have a part each
 
     def _put(self, lines: list[bytes]) -> bool:
         """Write lines; whether all of them were."""
@@ -106,15 +123,15 @@ class LineWriter:
         self._thread.join(timeout_s)
 
 
-def _portions(lines: list[str]) -> Iterator[list[bytes]]:
-    """Cut lines into as few writes as may be: a pipe keeps together what has no more bytes than that."""
+def _portions(lines: list[str], most_nbytes: Callable[[], int]) -> Iterator[list[bytes]]:
+    """Cut lines into writes; ``most_nbytes`` is asked before each how large it may be."""
     some: list[bytes] = []
-    nbytes = 0
+    nbytes, most = 0, most_nbytes() if lines else 0
     for line in lines:
         data = line.encode(errors="backslashreplace")
-        if some and nbytes + len(data) + 1 > select.PIPE_BUF:
+        if some and nbytes + len(data) + 1 > most:
             yield some
-            some, nbytes = [], 0
+            some, nbytes, most = [], 0, most_nbytes()
         some.append(data)
         nbytes += len(data) + 1
     if some:

@@ -59,6 +59,11 @@ class Slot:
         """The process, if it takes calls."""
         return self.process if self.process is not None and self.process.up else None
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the process made no progress when it was last looked at."""
+        return bool(self._stuck)
+
     async def keep(self) -> None:
         """Start a process, and another whenever one ends, until stopped."""
         while not self._stopping.is_set():
@@ -236,8 +241,8 @@ class Supervisor:
     @property
     def moving(self) -> list[DeviceProcess]:
         """Those of them that make progress; all if none does."""
-        ready = self.ready
-        return [process for process in ready if not process.stuck()[0]] or ready
+        moving = [slot.ready for slot in self.slots if slot.ready is not None and not slot.is_stuck]
+        return moving or self.ready
 
     def why_dead(self) -> str:
         """Return why no device process can be brought back; "" while that is not so."""

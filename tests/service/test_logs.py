@@ -182,20 +182,42 @@ def test_loss_is_told_in_the_same_format(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_lines_are_written_whole() -> None:
-    """No write ends in the middle of a line, or is larger than what a pipe keeps together."""
+    """No write ends within a line, or is larger than what a pipe keeps together while the reader is behind."""
     read, write = os.pipe2(os.O_DIRECT)  # each read gives what one write gave
+    os.write(write, b"not read yet")
     with os.fdopen(write, "w") as file:
         writer = LineWriter(file)
         lines = [str(number) * 50 for number in range(200)]
         for line in lines:
             writer.write_line(line)
         writer.close()
+    assert os.read(read, 100) == b"not read yet"
     writes = []
     while some := os.read(read, 1 << 16):
         writes.append(some)
     os.close(read)
     assert b"".join(writes).decode().splitlines() == lines
     assert all(some.endswith(b"\n") and len(some) <= select.PIPE_BUF for some in writes)
+
+
+def test_writes_to_a_reader_that_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write is as large as an empty pipe keeps together, with room for three others: each costs something."""
+    read, write = os.pipe()
+    put, sizes = os.write, []
+
+    def noted(number: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return put(number, data)
+
+    most = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) // 4
+    monkeypatch.setattr(os, "write", noted)
+    with os.fdopen(write, "w") as file:
+        writer = LineWriter(file)
+        writer.write_line("x" * (most - 1001))
+        writer.write_line("y" * 999)
+        writer.close()
+    assert sizes == [most]
+    os.close(read)
 
 
 def test_line_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

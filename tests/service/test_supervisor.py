@@ -270,15 +270,17 @@ async def test_hanging_is_in_the_log_once() -> None:
 
 
 async def test_processes_that_move() -> None:
-    """Those that hang are left out, as long as there is another."""
+    """Those that hung when they were last looked at are left out, as long as there is another."""
     supervisor = Rig(["host", "host"]).supervisor
     first, second = processes = [idle(Settings("", {})) for _ in supervisor.slots]
     for slot, process in zip(supervisor.slots, processes, strict=True):
         slot.process = process
     assert supervisor.moving == [first, second]
     first._heard_at -= 100.0
+    supervisor.slots[0].watch(0.0)
     assert supervisor.moving == [second]
     second._heard_at -= 100.0
+    supervisor.slots[1].watch(0.0)
     assert supervisor.moving == supervisor.ready == [first, second]
 
 
