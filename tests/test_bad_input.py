@@ -439,7 +439,7 @@ async def test_after_a_single_one_or_none(usable: Rig, loop_errors: list[dict[st
         await waiting
     for wrong in (None, 5, [None], "ab"):
         with pytest.raises(ao.UsageError, match="after takes"):
-            usable.off.get(word, after=wrong)  # type: ignore[arg-type]
+            usable.off.get(word, after=wrong)  # type: ignore[arg-type]  # that is the point
     assert loop_errors == []
 
 

@@ -96,7 +96,11 @@ class LineWriter:
         """How many bytes one write may have, so that a pipe keeps them together. Each gives up the interpreter once."""
         if self._room == 0:
             return _MOST_NBYTES
-        queued = struct.unpack("i", fcntl.ioctl(self._number or 0, termios.FIONREAD, bytes(4)))[0]
+        assert self._number is not None  # a pipe has one
+        try:
+            queued = struct.unpack("i", fcntl.ioctl(self._number, termios.FIONREAD, bytes(4)))[0]
+        except OSError:  # the write that follows finds out, and what it cannot write is counted
+            return select.PIPE_BUF
         return select.PIPE_BUF if queued else self._room // 4  # of an empty one four processes have a part each
 
     def _put(self, lines: list[bytes]) -> bool:

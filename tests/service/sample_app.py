@@ -257,7 +257,7 @@ async def child(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
 @app.endpoint("inheritable", inputs=NUMBER, outputs=COUNT)
 async def inheritable(off: ao.Offload, x: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Say how many sockets a program that is started here would have."""
-    sockets = [int(one.name) for one in Path("/proc/self/fd").iterdir() if one.is_socket()]  # noqa: ASYNC240
+    sockets = [int(one.name) for one in Path("/proc/self/fd").iterdir() if one.is_socket()]  # noqa: ASYNC240  (a moment)
     return count(sum(map(os.get_inheritable, sockets)))
 
 

@@ -352,11 +352,11 @@ async def test_device_that_hangs_gets_nothing_more() -> None:
     """What could go to a device that makes no progress waits for a place at another, and goes there when it does."""
     first, second = Process(), Process()
     dispatcher = dispatcher_of(first, second, concurrency=1)
-    dispatcher._supervisor.stuck.append(first)  # type: ignore[attr-defined]
+    dispatcher._supervisor.stuck.append(first)  # type: ignore[attr-defined]  # the test's own
     for number in range(2):
         submit(dispatcher, SINGLE, numbers(number))
     assert (len(first.sent), len(second.sent)) == (0, 1)
-    dispatcher._supervisor.stuck.clear()  # type: ignore[attr-defined]
+    dispatcher._supervisor.stuck.clear()  # type: ignore[attr-defined]  # the test's own
     dispatcher.on_change()
     assert (len(first.sent), len(second.sent)) == (1, 1)
 

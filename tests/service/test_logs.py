@@ -249,6 +249,19 @@ def test_line_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(read)
 
 
+def test_file_that_was_closed() -> None:
+    """The thread goes on, and says nothing of its own."""
+    read, write = os.pipe()
+    file = os.fdopen(write, "w")
+    writer = LineWriter(file)
+    file.close()
+    writer.write_line("line")
+    writer.close()
+    assert os.read(read, 100) == b""
+    assert writer._lost == 1
+    os.close(read)
+
+
 def test_reader_that_is_gone() -> None:
     """A closed pipe ends nothing else."""
     read, write = os.pipe()
