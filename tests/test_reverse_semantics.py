@@ -1552,6 +1552,15 @@ async def test_nested_call_while_others_wait_for_a_lane(device_label: str) -> No
         assert len(refused) == 4
 
 
+async def begin_load(r: CallingRig, kernel: ao.Kernel) -> asyncio.Task[None]:
+    """Load a kernel in a task that waits by now for maintenance, which a kernel that calls holds up."""
+    engine = r.off._engine
+    assert engine is not None
+    load = asyncio.create_task(r.off.load(kernel))
+    await until(lambda: engine.lanes.pauses, "maintenance was asked for")
+    return load
+
+
 @pytest.mark.all_loops
 async def test_maintenance_while_a_kernel_calls(device_label: str) -> None:
     """A load that another task asks for waits for the kernel that calls, whose handler's work goes on."""
@@ -1569,10 +1578,7 @@ async def test_maintenance_while_a_kernel_calls(device_label: str) -> None:
         op = r.launch(ask, 6, value, report)
         await until(lambda: r.off.stats()["calls"]["open"])
         fresh = ao.Kernel("nothing", cuda=nothing.cuda_source, host=nothing.host_function)
-        load = asyncio.create_task(r.off.load(fresh))
-        engine = r.off._engine
-        assert engine is not None
-        await until(lambda: engine.lanes.pauses, "maintenance was asked for")
+        load = await begin_load(r, fresh)
         second = r.launch(ask, 7, r.array(1), r.array(2, np.int32))  # comes after the load
         await turns()
         assert not load.done()
@@ -1603,10 +1609,7 @@ async def test_awaited_launch_that_maintenance_holds_up(device_label: str, what:
         value, report = r.array(1), r.array(2, np.int32)
         op = r.launch(ask, 6, value, report)
         await until(lambda: r.off.stats()["calls"]["open"])
-        load = asyncio.create_task(r.off.load(ao.Kernel("nothing", cuda=nothing.cuda_source, host=lambda launch: None)))
-        engine = r.off._engine
-        assert engine is not None
-        await until(lambda: engine.lanes.pauses, "maintenance was asked for")
+        load = await begin_load(r, ao.Kernel("nothing", cuda=nothing.cuda_source, host=nothing.host_function))
         second = r.launch(ask, 7, second_value, r.array(2, np.int32))
         await turns()
         assert not second.done()
@@ -1639,10 +1642,7 @@ async def test_awaited_launch_that_fails_as_soon_as_maintenance_lets_it_go(devic
         value = r.array(1)
         op = r.launch(ask, 6, value, r.array(2, np.int32))
         await until(lambda: r.off.stats()["calls"]["open"])
-        load = asyncio.create_task(r.off.load(ao.Kernel("nothing", cuda=nothing.cuda_source, host=lambda launch: None)))
-        engine = r.off._engine
-        assert engine is not None
-        await until(lambda: engine.lanes.pauses, "maintenance was asked for")
+        load = await begin_load(r, ao.Kernel("nothing", cuda=nothing.cuda_source, host=nothing.host_function))
         second = r.launch(ask, 7, r.array(1), r.array(2, np.int32), after=[failed])
         go_on.set()
         await op
